@@ -1,0 +1,38 @@
+"""Strictness of every test: the settings here turn silent mistakes into failures.
+
+- eight CPU devices, so that layouts over several devices run everywhere;
+- strict dtype promotion and no implicit rank promotion: a cast or a broadcast is written down;
+- warnings are errors (``filterwarnings`` in pyproject.toml);
+- jaxtyping checks each annotated function of our packages with beartype, at trace time.
+
+The platform is the CPU unless the marker expression asks for ``gpu`` or ``plugin``. Compiled
+programs are kept in pytest's cache folder (``pytest --cache-clear`` drops them); the size bound
+also makes jax take a file lock, so several runs may share the folder.
+"""
+
+import jax
+import pytest
+from jaxtyping import install_import_hook
+
+PACKAGES = ("deepinfer_jax", "pallas_kernels", "converters")
+
+install_import_hook(PACKAGES, "beartype.beartype")
+
+
+def _selects(expression: str, marker: str) -> bool:
+    """Whether a pytest marker expression asks for ``marker``: named, and not only negated."""
+    words = expression.replace("(", " ").replace(")", " ").split()
+    return any(word == marker and (i == 0 or words[i - 1] != "not") for i, word in enumerate(words))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Set jax up once, before any test module is imported."""
+    expression = config.getoption("markexpr")
+    if not (_selects(expression, "gpu") or _selects(expression, "plugin")):
+        jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
