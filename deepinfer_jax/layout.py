@@ -235,7 +235,7 @@ class Layout:
         name: str = "tensor",
         phase: str | None = None,
     ) -> NamedSharding:
-        """NamedSharding of a tensor; ``engram = "host"`` puts Engram tables in pinned host memory."""
+        """NamedSharding of a tensor; with ``engram = "host"`` tables lie in pinned host memory."""
         spec = self.spec(axes, shape, name, phase)
         if self.engram == "host" and "engram_rows" in axes:
             return NamedSharding(mesh, spec, memory_kind="pinned_host")
@@ -273,7 +273,7 @@ class Layout:
                 )
             if "kv" in named and self.mesh_axes("kv"):
                 found.append(
-                    f"{name}: the one shared KV head of {shape[list(axes).index('kv')]} channels is "
+                    f"{name}: the one KV head of {shape[list(axes).index('kv')]} channels is "
                     f"split over {' x '.join(self.mesh_axes('kv'))} = {self.ways('kv')}; every "
                     "attention score then needs an all-reduce"
                 )
