@@ -1,0 +1,43 @@
+"""The row product in plain jnp; the oracle, and what runs on a CPU.
+
+Both operands are widened to float32 (exact for every stored format) and multiplied at full
+precision. The invariant form runs fixed tiles of TILE rows through one compiled product: XLA:CPU
+sums in another order below 64 rows, so a short call is padded to a whole tile and a long one loops
+over tiles.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels import formats
+
+TILE = 64
+
+
+def _product(x: Float[Array, "rows k"], w: Float[Array, "n k"]) -> Float[Array, "rows n"]:
+    return jax.lax.dot_general(
+        x.astype(jnp.float32), w, (((1,), (1,)), ((), ())), precision=jax.lax.Precision.HIGHEST
+    )
+
+
+def matmul(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool = False,
+) -> Float[Array, "rows n"]:
+    """See pallas_kernels.row_matmul.matmul."""
+    weight = formats.dequantise(w, scales)
+    if not invariant:
+        return _product(x, weight).astype(out_dtype)
+    rows = x.shape[0]
+    tiles = -(-rows // TILE)
+    x = jnp.pad(x, ((0, tiles * TILE - rows), (0, 0)))
+    if tiles == 1:
+        return _product(x, weight)[:rows].astype(out_dtype)
+    out = jax.lax.map(lambda tile: _product(tile, weight), x.reshape(tiles, TILE, x.shape[1]))
+    return out.reshape(tiles * TILE, -1)[:rows].astype(out_dtype)

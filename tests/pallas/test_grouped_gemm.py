@@ -1,0 +1,220 @@
+"""The grouped expert product: every implementation against float64, at every small case, with fresh
+inputs."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import formats, grouped_gemm
+from pallas_kernels.cases import tagged
+from pallas_kernels.grouped_gemm import shapes
+
+SMALL = tagged(shapes.CASES, "test")
+NAMES = [i.name for i in grouped_gemm.IMPLEMENTATIONS]
+
+
+def seeded(name: str) -> np.random.Generator:
+    return np.random.default_rng(zlib.crc32(name.encode()))
+
+
+def run(case, args, implementation):
+    function = getattr(grouped_gemm, case.function)
+    call = functools.partial(function, implementation=implementation, **case.keywords())
+    args = jax.tree.map(jnp.asarray, args)
+    try:
+        return np.asarray(jax.jit(call)(*args))
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+
+
+def stored_to_float64(values, scales):
+    """Independent of pallas_kernels.formats: numpy and ml_dtypes only."""
+    values = np.asarray(values)
+    if values.dtype == np.uint8:
+        codes = np.stack([values & 15, values >> 4], -1).reshape(*values.shape[:-1], -1)
+        scale = 2.0 ** (np.asarray(scales).view(np.uint8).astype(np.float64) - 127)
+        return formats.E2M1.astype(np.float64)[codes] * np.repeat(scale, 32, -1)
+    wide = values.astype(np.float64)
+    if scales is None:
+        return wide
+    scale = 2.0 ** (np.asarray(scales).view(np.uint8).astype(np.float64) - 127)
+    return (
+        wide * np.repeat(np.repeat(scale, 32, -2), 32, -1)[..., : wide.shape[-2], : wide.shape[-1]]
+    )
+
+
+def quantise_float64(x):
+    pad = -x.shape[1] % 32
+    groups = np.pad(x.astype(np.float32), ((0, 0), (0, pad))).reshape(len(x), -1, 32)
+    amax = np.maximum(np.abs(groups).max(-1), np.float32(1e-4)) * np.float32(1 / 448)
+    mantissa, exponent = np.frexp(amax)
+    scale = np.ldexp(np.float32(1), np.where(mantissa == 0.5, exponent - 1, exponent))[..., None]
+    quantised = (groups / scale).astype(ml_dtypes.float8_e4m3fn).astype(np.float64) * scale
+    return quantised.reshape(len(x), -1)[:, : x.shape[1]]
+
+
+def float64(case, args):
+    x, values, scales, sizes = (args[0], *args[1:4])
+    rows = int(sizes.sum())
+    expert = np.repeat(np.arange(len(sizes)), sizes)
+    wide = np.asarray(x)[:rows].astype(np.float64)
+    if case.keywords()["act_quant"]:
+        wide = quantise_float64(wide)
+    weight = stored_to_float64(values, scales)
+    out = np.zeros((len(x), values.shape[-2]))
+    for r in range(rows):
+        if case.function == "down":
+            out[r] = weight[expert[r]] @ wide[r]
+            continue
+        gate, up = (
+            (weight[expert[r], i] @ wide[r]).astype(x.dtype).astype(np.float64) for i in (0, 1)
+        )
+        gate, up = np.minimum(gate, shapes.LIMIT), np.clip(up, -shapes.LIMIT, shapes.LIMIT)
+        out[r] = gate / (1 + np.exp(-gate)) * up * args[4][r]
+    return out
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("case", SMALL, ids=lambda c: c.name)
+def test_against_float64(case, implementation):
+    args = case.build(seeded(case.name))
+    got = run(case, args, implementation)
+    want = float64(case, args)
+    assert got.dtype == args[0].dtype
+    assert np.isfinite(got.astype(np.float32)).all()
+    rows = int(args[3].sum())
+    assert not got[rows:].astype(np.float32).any(), "rows past the groups must be zero"
+    error = np.linalg.norm(got.astype(np.float64) - want)
+    assert error <= case.tolerance * np.linalg.norm(want) + 1e-30
+
+
+@pytest.mark.parametrize("function", ["gate_up", "down"])
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
+def test_row_bits_do_not_depend_on_other_rows(function, dtype):
+    """Rows taken out, alone, at another place in their tile, or beside other rows: the same
+    bits."""
+    rng = seeded(function)
+    case = shapes.case("x", function, 5, 128, 64, 90, dtype=dtype)
+    args = case.build(rng)
+    sizes, expert = args[3], np.repeat(np.arange(5), args[3])
+    call = jax.jit(
+        functools.partial(getattr(grouped_gemm, function), implementation="xla", **case.keywords())
+    )
+    per_row = (0, 4) if function == "gate_up" else (0,)
+    whole = np.asarray(call(*args))
+    assert sizes.min() > 0
+    for keep in (
+        [0],
+        [89],
+        [3, 40, 41],
+        list(range(1, 90)),
+        sorted(rng.choice(90, 33, replace=False).tolist()),
+    ):
+        part = [a[keep] if i in per_row else a for i, a in enumerate(args)]
+        part[3] = np.bincount(expert[keep], minlength=5).astype(np.int32)
+        np.testing.assert_array_equal(
+            np.asarray(call(*part)).view(np.uint8), whole[keep].view(np.uint8)
+        )
+
+
+def test_large_stack_has_the_bits_of_a_small_one(monkeypatch):
+    from pallas_kernels.grouped_gemm import xla
+
+    case = shapes.case("x", "gate_up", 4, 128, 64, 30)
+    args = case.build(seeded("stack"))
+    once = np.asarray(xla.gate_up(*jax.tree.map(jnp.asarray, args), **case.keywords()))
+    monkeypatch.setattr(xla, "WHOLE_STACK", 0)
+    inside = np.asarray(xla.gate_up(*jax.tree.map(jnp.asarray, args), **case.keywords()))
+    np.testing.assert_array_equal(once, inside)
+
+
+@pytest.mark.parametrize("name", ["gate_up_65536", "down_1024", "gate_up_ep64_fp8"])
+def test_released_widths_trace(name):
+    case = next(c for c in shapes.CASES if c.name == name)
+    args = case.abstract()
+    for implementation in ("xla", "reference"):
+        call = functools.partial(
+            getattr(grouped_gemm, case.function), implementation=implementation, **case.keywords()
+        )
+        out = jax.eval_shape(call, *args)
+        assert out.shape == (args[0].shape[0], args[1].shape[-2])
+
+
+def test_case_names_are_unique_and_counts_positive():
+    assert len({c.name for c in shapes.CASES}) == len(shapes.CASES)
+    assert all(c.flops > 0 and c.bytes > 0 for c in shapes.CASES)
+
+
+class TestFormats:
+    def test_nibble_order_and_all_sixteen_codes(self):
+        packed = jnp.asarray([[0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE]], jnp.uint8)
+        got = np.asarray(formats.decode_e2m1(packed))[0]
+        np.testing.assert_array_equal(got.view(np.uint32), formats.E2M1.view(np.uint32))
+
+    def test_e8m0_is_exact_at_every_byte(self):
+        every = np.arange(256, dtype=np.uint8)
+        got = np.asarray(jax.jit(formats.decode_e8m0)(every))
+        want = np.ldexp(np.float32(1), every[:255].astype(int) - 127)
+        np.testing.assert_array_equal(got[:255].view(np.uint32), want.view(np.uint32))
+        assert np.isnan(got[255])
+        typed = np.asarray(formats.decode_e8m0(jnp.asarray(every.view(ml_dtypes.float8_e8m0fnu))))
+        np.testing.assert_array_equal(typed, got)
+
+    def test_smallest_scale_is_not_zero(self):
+        got = np.asarray(
+            jax.jit(formats.apply_e8m0)(np.array([6.0, -4.0], np.float32), np.zeros(2, np.uint8))
+        )
+        np.testing.assert_array_equal(got, np.array([6, -4], np.float32) * np.float32(2.0**-127))
+
+    def test_nan_scale_poisons_only_its_group(self):
+        scales = np.array([[127, 255]], np.uint8)
+        got = np.asarray(
+            formats.dequantise_rows(jnp.full((1, 32), 0x22, jnp.uint8), jnp.asarray(scales))
+        )
+        assert (got[0, :32] == 1).all() and np.isnan(got[0, 32:]).all()
+
+    @pytest.mark.parametrize("shape", [(32, 32), (40, 32), (33, 70), (1, 5)])
+    def test_blocks_with_partial_edges(self, shape):
+        rng = seeded(str(shape))
+        values, scales = shapes.weight(rng, shape, "fp8")
+        got = np.asarray(formats.dequantise_blocks(jnp.asarray(values), jnp.asarray(scales)))
+        np.testing.assert_array_equal(got, stored_to_float64(values, scales).astype(np.float32))
+
+    @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
+    def test_activations_are_rounded_as_the_reference_does(self, dtype):
+        rng = seeded("act")
+        x = rng.standard_normal((64, 96)) * np.exp2(rng.integers(-20, 12, (64, 1)))
+        x[0] = 0
+        x[1, 0], x[2, :32] = 448, 1e-6
+        x[3, :32] = np.exp2(np.arange(-16, 16))
+        x = x.astype(dtype)
+        got = np.asarray(jax.jit(formats.round_trip_activations)(x))
+        np.testing.assert_array_equal(
+            got.astype(np.float64), quantise_float64(x).astype(dtype).astype(np.float64)
+        )
+
+    def test_power_of_two_stays(self):
+        exact = np.exp2(np.arange(-30, 30)).astype(np.float32)
+        np.testing.assert_array_equal(np.asarray(formats.pow2ceil(jnp.asarray(exact))), exact)
+        above = np.nextafter(exact, np.float32(np.inf))
+        np.testing.assert_array_equal(np.asarray(formats.pow2ceil(jnp.asarray(above))), exact * 2)
+        _, scale = formats.quantise_activations(jnp.full((1, 32), 448.0))
+        assert float(scale[0, 0]) == 1.0
+
+    @pytest.mark.parametrize(
+        ("values", "scales", "message"),
+        [
+            (np.zeros((4, 16), np.uint8), None, "MXFP4 weights need"),
+            (np.zeros((4, 32), ml_dtypes.float8_e4m3fn), None, "e4m3 weights need"),
+            (np.zeros((4, 32), np.float32), np.zeros((1, 1), np.uint8), "carry none"),
+            (np.zeros((64, 32), ml_dtypes.float8_e4m3fn), np.zeros((1, 1), np.uint8), "expected"),
+        ],
+    )
+    def test_wrong_scales_are_named(self, values, scales, message):
+        with pytest.raises(ValueError, match=message):
+            formats.dequantise(jnp.asarray(values), None if scales is None else jnp.asarray(scales))

@@ -1,0 +1,130 @@
+"""Which implementation a call takes, and how that is reported."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import pallas_kernels
+from pallas_kernels import Implementation, Kernels, Target
+
+
+def sds(shape, dtype):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+ARGS = (
+    sds((12, 64), jnp.bfloat16),
+    sds((4, 2, 32, 32), jnp.uint8),
+    sds((4, 2, 32, 2), jnp.float8_e8m0fnu),
+    sds((4,), jnp.int32),
+    sds((12,), jnp.float32),
+)
+
+
+def test_auto_is_the_default_and_hashable():
+    assert Kernels.auto() == Kernels.parse("auto") == Kernels.parse({})
+    assert {Kernels.auto(): 1}[Kernels()] == 1
+    assert Kernels.auto()["mla_attention"] == "auto"
+    assert list(Kernels.auto()) == list(pallas_kernels.OPERATIONS)
+
+
+def test_parse_takes_one_name_a_mapping_json_and_itself():
+    one = Kernels.parse("reference")
+    assert all(name == "reference" for name in one.values())
+    some = Kernels.parse({"row_matmul": "reference", "grouped_gemm": "xla"})
+    assert some == Kernels.parse('{"grouped_gemm": "xla", "row_matmul": "reference"}')
+    assert hash(some) == hash(Kernels.parse(dict(some.named)))
+    assert Kernels.parse(some) is some
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ({"gemm": "xla"}, "no operation 'gemm'"),
+        ({"row_matmul": "cuda"}, "kernels.row_matmul: no implementation 'cuda'"),
+        ("fast", "fast"),
+    ],
+)
+def test_mistakes_name_both_sides(value, message):
+    with pytest.raises(ValueError, match=message):
+        Kernels.parse(value)
+
+
+def test_choice_on_this_platform():
+    choice = pallas_kernels.choose("grouped_gemm", "gate_up", *ARGS, limit=10.0, act_quant=False)
+    assert choice.chosen == "xla"
+    assert "gate_up" in str(choice) and "bfloat16[12,64]" in str(choice)
+
+
+def test_record_collects_calls_in_order():
+    from pallas_kernels import grouped_gemm, row_matmul
+
+    def step(x, values, scales, sizes, route, w):
+        h = grouped_gemm.gate_up(
+            x, values, scales, sizes, route, limit=10.0, act_quant=False, implementation="reference"
+        )
+        return row_matmul.matmul(h, w, out_dtype=jnp.float32)
+
+    with pallas_kernels.record() as choices:
+        jax.eval_shape(step, *ARGS, sds((8, 32), jnp.bfloat16))
+    assert [(c.op, c.chosen) for c in choices] == [
+        ("grouped_gemm", "reference"),
+        ("row_matmul", "reference"),
+    ]
+
+
+def test_a_named_implementation_does_not_fall_back():
+    with pytest.raises(ValueError, match="expected auto, "):
+        pallas_kernels.call(
+            "grouped_gemm", "gate_up", (Implementation("xla", "x"),), "hopper", (), {}
+        )
+
+
+def test_declines_are_listed_and_the_next_is_tried():
+    implementations = (
+        Implementation("hopper", "nowhere", ("gpu",), (9, 0), (10, 0)),
+        Implementation("xla", __name__),
+        Implementation("reference", __name__),
+    )
+    with pallas_kernels.record() as choices:
+        assert (
+            pallas_kernels.call(
+                "row_matmul", "second_only", implementations, "auto", (_Second(),), {}
+            )
+            == "taken"
+        )
+        with pytest.raises(NotImplementedError, match="always: no luck|no luck"):
+            pallas_kernels.call("row_matmul", "never", implementations, "auto", (), {})
+    assert [name for name, _ in choices[0].declined] == ["hopper", "xla"]
+    assert "needs platform gpu" in choices[0].declined[0][1]
+    assert choices[1].chosen is None
+
+
+class _Second:
+    calls = 0
+
+
+def second_only(state):
+    state.calls += 1
+    if state.calls == 1:
+        raise NotImplementedError("first time")
+    return "taken"
+
+
+def never():
+    raise NotImplementedError("no luck")
+
+
+@pytest.mark.parametrize(
+    ("target", "misfit"),
+    [
+        (Target("gpu", (9, 0)), None),
+        (Target("gpu", (8, 0)), "needs compute capability 9.0, this is 8.0"),
+        (Target("gpu", (10, 0)), "made for compute capability below 10.0"),
+        (Target("cpu"), "needs platform gpu, this is cpu"),
+    ],
+)
+def test_capability_limits(target, misfit):
+    hopper = Implementation("hopper", "nowhere", ("gpu",), (9, 0), (10, 0))
+    reason = hopper.misfit(target)
+    assert (reason is None) if misfit is None else misfit in reason

@@ -1,0 +1,110 @@
+"""The dense row product: float64 error, and with invariant=True the same bits for every number of
+rows."""
+
+import functools
+import zlib
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels import row_matmul
+from pallas_kernels.grouped_gemm.shapes import weight
+
+BF16 = ml_dtypes.bfloat16
+NAMES = [i.name for i in row_matmul.IMPLEMENTATIONS]
+
+
+def inputs(rows, n, k, kind, dtype):
+    rng = np.random.default_rng(zlib.crc32(f"{n} {k} {kind}".encode()))
+    w, scales = weight(rng, (n, k), kind)
+    return rng.standard_normal((rows, k), dtype=np.float32).astype(dtype), w, scales
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "kind", "dtype", "out"),
+    [
+        (5, 24, 320, "f32", np.float32, np.float32),
+        (70, 48, 64, "bf16", BF16, BF16),
+        (1, 64, 128, "fp8", BF16, BF16),
+        (130, 40, 80, "fp8", BF16, np.float32),
+        (33, 40, 80, "fp8", np.float32, np.float32),
+        (0, 32, 32, "bf16", BF16, BF16),
+    ],
+)
+def test_against_float64(rows, n, k, kind, dtype, out, invariant, implementation):
+    x, w, scales = inputs(rows, n, k, kind, dtype)
+    call = functools.partial(
+        row_matmul.matmul, out_dtype=out, invariant=invariant, implementation=implementation
+    )
+    try:
+        got = np.asarray(jax.jit(call)(x, w, scales))
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+    wide = np.asarray(w).astype(np.float64)
+    if scales is not None:
+        scale = 2.0 ** (np.asarray(scales).view(np.uint8).astype(np.float64) - 127)
+        wide = wide * np.repeat(np.repeat(scale, 32, 0), 32, 1)[:n, :k]
+    want = np.asarray(x).astype(np.float64) @ wide.T
+    assert got.dtype == out and got.shape == (rows, n)
+    tolerance = 1e-5 if out == np.float32 else 5e-3
+    assert np.linalg.norm(got.astype(np.float64) - want) <= tolerance * np.linalg.norm(want)
+
+
+COUNTS = (1, 2, 6, 7, 31, 63, 64, 65, 100, 128, 200)
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "kind", "dtype"),
+    [
+        (24, 20480, "f32", np.float32),
+        (32, 32, "bf16", BF16),
+        (96, 512, "bf16", BF16),
+        (64, 640, "fp8", BF16),
+        (48, 128, "f32", np.float32),
+        (384, 512, "f32", np.float32),
+    ],
+)
+def test_row_bits_do_not_depend_on_the_row_count(n, k, kind, dtype):
+    check(n, k, kind, dtype, COUNTS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [32, 64, 512, 1280, 5120, 20480])
+@pytest.mark.parametrize(("kind", "dtype"), [("f32", np.float32), ("bf16", BF16), ("fp8", BF16)])
+def test_row_bits_for_many_counts(k, kind, dtype):
+    check(
+        56,
+        k,
+        kind,
+        dtype,
+        (*COUNTS, 3, 5, 15, 17, 33, 127, 129, 255, 256, 300, 511, 512, 777, 1024, 1536, 2047, 2048),
+    )
+
+
+def check(n, k, kind, dtype, counts):
+    x, w, scales = inputs(max(counts), n, k, kind, dtype)
+    out = np.float32 if dtype == np.float32 else BF16
+    call = jax.jit(functools.partial(row_matmul.matmul, out_dtype=out, invariant=True))
+    whole = np.asarray(call(x, w, scales))
+    for count in counts:
+        for first in {0, max(counts) - count}:
+            part = np.asarray(call(x[first : first + count], w, scales))
+            np.testing.assert_array_equal(
+                part.view(np.uint8), whole[first : first + count].view(np.uint8)
+            )
+
+
+def test_scales_may_be_bytes():
+    x, w, scales = inputs(3, 64, 64, "fp8", BF16)
+    typed = row_matmul.matmul(
+        jnp.asarray(x), jnp.asarray(w), jnp.asarray(scales), out_dtype=jnp.float32
+    )
+    raw = row_matmul.matmul(
+        jnp.asarray(x), jnp.asarray(w), jnp.asarray(scales.view(np.uint8)), out_dtype=jnp.float32
+    )
+    np.testing.assert_array_equal(np.asarray(typed), np.asarray(raw))
