@@ -68,8 +68,10 @@ class Layout:
 
     axes: (name, size) in device order; neighbours of the last axis are neighbouring devices.
     rules: (logical axis, mesh axes). phases: (phase, rules) that override for activations.
-    moe_dispatch: how rows reach expert shards. engram: where the tables live. prefill_order:
-    "zigzag" gives each context shard an early and a late piece of the prompt (equal causal work).
+    moe_dispatch: how rows reach expert shards; moe_capacity: pairs one exchange carries between
+    two shards, in units of an equal split (more pairs take more rounds, none is dropped).
+    engram: where the tables live. prefill_order: "zigzag" gives each context shard an early and a
+    late piece of the prompt (equal causal work).
     """
 
     name: str = "single"
@@ -77,6 +79,7 @@ class Layout:
     rules: Rules = ()
     phases: tuple[tuple[str, Rules], ...] = ()
     moe_dispatch: str = "gather"
+    moe_capacity: float = 2.0
     engram: str = "sharded"
     prefill_order: str = "natural"
 
@@ -85,6 +88,8 @@ class Layout:
         _choice(f"{where}, moe_dispatch", self.moe_dispatch, DISPATCH)
         _choice(f"{where}, engram", self.engram, ENGRAM)
         _choice(f"{where}, prefill_order", self.prefill_order, ORDERS)
+        if type(self.moe_capacity) not in (int, float) or self.moe_capacity <= 0:
+            raise ValueError(f"{where}, moe_capacity: must be positive, not {self.moe_capacity!r}")
         for axis, size in self.axes:
             if type(size) is not int or size < 1:
                 raise ValueError(
@@ -120,7 +125,7 @@ class Layout:
                 table = tomllib.load(file)
             except tomllib.TOMLDecodeError as error:
                 raise ValueError(f"{path}: not valid TOML: {error}") from None
-        choices = ("moe_dispatch", "engram", "prefill_order")
+        choices = ("moe_dispatch", "moe_capacity", "engram", "prefill_order")
         known = ("description", *choices, "mesh", "rules", *PHASES)
         for key in table:
             _choice(f"{path}", key, known)
