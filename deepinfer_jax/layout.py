@@ -79,7 +79,7 @@ class Layout:
     rules: Rules = ()
     phases: tuple[tuple[str, Rules], ...] = ()
     moe_dispatch: str = "gather"
-    moe_capacity: float = 2.0
+    moe_capacity: int | float = 2
     engram: str = "sharded"
     prefill_order: str = "natural"
 
@@ -93,7 +93,7 @@ class Layout:
         for axis, size in self.axes:
             if type(size) is not int or size < 1:
                 raise ValueError(
-                    f"{where}, [mesh] {axis}: size must be an integer >= 1, got {size!r}"
+                    f"{where}, [mesh] {axis}: size must be an integer >= 1, not {size!r}"
                 )
         names = tuple(name for name, _ in self.axes)
         for table, rules in (("rules", self.rules), *self.phases):
