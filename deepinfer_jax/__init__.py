@@ -5,6 +5,7 @@ and pulls in no jax: ``deepinfer-jax --help`` and the converters stay quick.
 """
 
 from importlib import import_module
+from typing import Any
 
 _HOMES = {
     "LLM": "deepinfer_jax.runtime.engine",
@@ -15,10 +16,10 @@ _HOMES = {
     "load": "deepinfer_jax.runtime.checkpoint",
 }
 
-__all__ = ["LLM", "Layout", "ModelConfig", "Numerics", "SamplingParams", "load"]  # noqa: F822
+__all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     """Import the module that a public name lives in, and keep the name here."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
