@@ -40,4 +40,4 @@ def matmul(
     if tiles == 1:
         return _product(x, weight)[:rows].astype(out_dtype)
     out = jax.lax.map(lambda tile: _product(tile, weight), x.reshape(tiles, TILE, x.shape[1]))
-    return out.reshape(tiles * TILE, -1)[:rows].astype(out_dtype)
+    return out.reshape(tiles * TILE, w.shape[0])[:rows].astype(out_dtype)
