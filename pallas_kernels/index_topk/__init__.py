@@ -1,0 +1,54 @@
+"""Indexer: scores of every query row against the index keys of its sequence, and the k best entries.
+
+`select` is the public function; `IMPLEMENTATIONS` lists the modules behind it in order of preference, each of which has a
+`select` of the same signature (less `implementation`) and declines a case it cannot serve by raising
+NotImplementedError with the reason. The equation is in `reference.py`, the shapes that every
+implementation is tested and measured on in `shapes.py`.
+"""
+
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels import Implementation, call
+from pallas_kernels.index_topk.reference import Keys
+
+IMPLEMENTATIONS = (Implementation("reference", f"{__name__}.reference"),)
+
+
+def select(
+    q: Float[Array, "g w h d"],
+    weights: Float[Array, "g w h"],
+    keys: Keys,
+    visible: Int32[Array, "g w"],
+    *,
+    k: int,
+    block: int | None = None,
+    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
+    pool: tuple[int, int] | None = None,
+    implementation: str = "auto",
+) -> Int32[Array, "g w k"] | tuple[Int32[Array, "g w k"], Bool[Array, "g w blocks"]]:
+    """The k best visible entries of every row (V4.1 report 2.3), ascending, -1 after the last.
+
+    Args:
+        q: index queries of g sequences, w rows each, bfloat16 or float32.
+        weights: head weights, already scaled.
+        keys: [g, T, d], or (values uint8 [n, d/2] e2m1 low nibble first, scales float8_e8m0fnu
+            [n, d/32], entry_index int32 [g, T]) for stored rows; entries past `visible` and entries
+            with index -1 are never read.
+        visible: entry j can be chosen by a row iff j < visible.
+        k: entries to return; fewer are found when fewer are visible.
+        block: entries a block of `candidate_blocks`.
+        candidate_blocks: only entries of these blocks can be chosen.
+        pool: (block, count): also return the mask of the `count` blocks with the highest maximum,
+            the newest visible entry's block always among them; not restricted by candidate_blocks.
+        implementation: the name of an implementation, or "auto".
+
+    Returns:
+        int32 [g, w, k]; with `pool` also bool [g, w, ceil(T / block)].
+
+    Raises:
+        ValueError: an unknown implementation, or candidate_blocks without block.
+        NotImplementedError: a named implementation declines the case.
+    """
+    args = (q, weights, keys, visible)
+    options = {"k": k, "block": block, "candidate_blocks": candidate_blocks, "pool": pool}
+    return call("index_topk", "select", IMPLEMENTATIONS, implementation, args, options)

@@ -1,0 +1,181 @@
+"""mla_attention: the reference against float64, and every other implementation against the reference."""
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from pallas_kernels.formats import E2M1
+from pallas_kernels.mla_attention import attend
+from pallas_kernels.mla_attention.reference import BLOCK, ROW_TILE, unpack
+
+SCALE = 0.125
+
+
+def oracle(q, window, window_index, selected, selected_index, sink, scale=SCALE):
+    """Plain softmax in float64, row by row."""
+    q, sink = np.asarray(q, np.float64), np.asarray(sink, np.float64)
+    out = np.zeros(q.shape)
+    for r in range(q.shape[0]):
+        keys = [np.asarray(window, np.float64)[i] for i in np.asarray(window_index)[r] if i >= 0]
+        if selected_index is not None:
+            table = np.asarray(selected, np.float64)
+            keys += [table[i] for i in np.asarray(selected_index)[r] if i >= 0]
+        if keys:
+            key = np.stack(keys)
+            score = scale * q[r] @ key.T
+            peak = score.max(-1, keepdims=True)
+            prob = np.exp(score - peak)
+            total = prob.sum(-1, keepdims=True) + np.exp(sink[:, None] - peak)
+            out[r] = prob @ key / total
+    return out
+
+
+def draw(seed, r=5, h=4, d=32, n=40, m=90, w=8, k=24, dtype=jnp.float32):
+    rng = np.random.default_rng(seed)
+    q = jnp.asarray(rng.normal(size=(r, h, d)), dtype)
+    window = jnp.asarray(rng.normal(size=(n, d)), dtype)
+    selected = jnp.asarray(rng.normal(size=(m, d)), dtype)
+    window_index = rng.integers(-1, n, (r, w)).astype(np.int32)
+    selected_index = np.sort(rng.integers(-1, m, (r, k)), -1).astype(np.int32)
+    sink = jnp.asarray(rng.normal(size=h), jnp.float32)
+    return q, window, jnp.asarray(window_index), selected, jnp.asarray(selected_index), sink
+
+
+def stored(seed, n, d, kind):
+    """Random stored rows and the same rows dequantised in float32."""
+    rng = np.random.default_rng(seed)
+    if kind == "window":
+        values = rng.normal(size=(n, d)).astype(ml_dtypes.float8_e4m3fn)
+        scales = np.exp2(rng.integers(-4, 3, (n, d // 32))).astype(ml_dtypes.float8_e8m0fnu)
+        plain = values.astype(np.float32) * np.repeat(scales.astype(np.float32), 32, -1)
+    else:
+        values = rng.integers(0, 256, (n, d // 2)).astype(np.uint8)
+        scales = rng.uniform(0.01, 2, (n, d // 16)).astype(ml_dtypes.float8_e4m3fn)
+        code = np.stack([values % 16, values // 16], -1).reshape(n, d)
+        plain = np.asarray(E2M1, np.float32)[code]
+        plain = plain * np.repeat(scales.astype(np.float32), 16, -1)
+    return (jnp.asarray(values), jnp.asarray(scales)), plain
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        {},
+        dict(r=1, h=1, d=32, w=1, k=1),
+        dict(r=3, h=3, d=96, w=63, k=2),
+        dict(r=2, h=5, d=64, w=128, k=100),
+        dict(r=5 * ROW_TILE + 3, h=2, d=32),
+    ],
+)
+def test_reference_equals_float64(shape):
+    args = draw(0, **shape)
+    out = attend(*args, scale=SCALE)
+    np.testing.assert_allclose(out, oracle(*args), atol=2e-5)
+
+
+def test_bfloat16_is_close_to_float64():
+    args = draw(1, w=128, k=200, n=300, m=400, d=64, dtype=jnp.bfloat16)
+    out = attend(*args, scale=SCALE)
+    assert out.dtype == jnp.bfloat16
+    ref = oracle(*args)
+    assert np.linalg.norm(np.asarray(out, np.float64) - ref) < 1e-2 * np.linalg.norm(ref)
+
+
+def test_blocks_of_64_round_p_against_the_running_maximum():
+    """The bfloat16 of P is taken relative to the maximum of the blocks read so far."""
+    q, window, index, selected, chosen, sink = draw(2, r=2, w=70, k=130, n=90, dtype=jnp.bfloat16)
+    out = attend(q, window, index, selected, chosen, sink, scale=SCALE)
+    q32, sink = np.asarray(q, np.float32), np.asarray(sink)
+    want = np.zeros(q.shape, np.float32)
+    for r in range(2):
+        keys = [np.asarray(window, np.float32)[i] if i >= 0 else None for i in np.asarray(index)[r]]
+        table = np.asarray(selected, np.float32)
+        keys += [table[i] if i >= 0 else None for i in np.asarray(chosen)[r]]
+        for h in range(q.shape[1]):
+            peak, total, acc = np.float32(-1e30), np.float32(0), np.zeros(q.shape[2], np.float32)
+            for b in range(0, len(keys), BLOCK):
+                real = [key for key in keys[b : b + BLOCK] if key is not None]
+                score = np.asarray([SCALE * (q32[r, h] @ key) for key in real], np.float32)
+                new = max(peak, score.max())
+                prob, decay = np.exp(score - new), np.exp(peak - new)
+                total = total * decay + prob.sum()
+                acc = acc * decay + prob.astype(ml_dtypes.bfloat16).astype(np.float32) @ real
+                peak = new
+            want[r, h] = acc / (total + np.exp(sink[h] - peak))
+    got = np.asarray(out, np.float32)
+    close = np.abs(got - want) <= np.abs(want) * 2.0**-8 + 1e-6
+    assert close.all()
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_packed_rows_equal_dequantised_rows_bit_for_bit(dtype):
+    q, _, index, _, chosen, sink = draw(3, d=64, dtype=dtype)
+    window, plain_window = stored(4, 40, 64, "window")
+    selected, plain_selected = stored(5, 90, 64, "selected")
+    for packed, plain in ((window, plain_window), (selected, plain_selected)):
+        np.testing.assert_array_equal(unpack(packed, jnp.bfloat16), plain.astype(jnp.bfloat16))
+        np.testing.assert_array_equal(plain.astype(jnp.bfloat16).astype(np.float32), plain)
+    one = attend(q, window, index, selected, chosen, sink, scale=SCALE)
+    rows = jnp.asarray(plain_window, dtype), jnp.asarray(plain_selected, dtype)
+    two = attend(q, rows[0], index, rows[1], chosen, sink, scale=SCALE)
+    np.testing.assert_array_equal(np.asarray(one), np.asarray(two))
+
+
+@pytest.mark.parametrize("sink", [0.0, -np.inf, 80.0])
+def test_fully_masked_rows_are_zero(sink):
+    q, window, index, selected, chosen, _ = draw(6)
+    index, chosen = index.at[1].set(-1), chosen.at[1].set(-1)
+    out = attend(q, window, index, selected, chosen, jnp.full(4, sink), scale=SCALE)
+    assert np.isfinite(np.asarray(out)).all()
+    assert not np.asarray(out)[1].any()
+
+
+def test_empty_slots_never_read_and_unused_rows_may_be_poison():
+    q, window, index, selected, chosen, sink = draw(7)
+    clean = attend(q, window, index, selected, chosen, sink, scale=SCALE)
+    bad_window, bad_selected = np.array(window), np.array(selected)
+    bad_window[np.setdiff1d(np.arange(40), np.asarray(index))] = np.nan
+    bad_selected[np.setdiff1d(np.arange(90), np.asarray(chosen))] = np.nan
+    assert (np.asarray(index) == -1).any() and (np.asarray(chosen) == -1).any()
+    args = jnp.asarray(bad_window), index, jnp.asarray(bad_selected), chosen, sink
+    np.testing.assert_array_equal(attend(q, *args, scale=SCALE), clean)
+    none = jnp.full_like(index, -1)
+    poison = jnp.full_like(window, jnp.nan)
+    out = attend(q, poison, none, poison, none, sink, scale=SCALE)
+    assert not np.asarray(out).any()
+
+
+def test_without_selected_rows():
+    q, window, index, _, _, sink = draw(8)
+    ref = oracle(q, window, index, None, None, sink)
+    nothing = jnp.zeros((5, 0), jnp.int32)
+    for selected, chosen in ((None, None), (None, nothing), (window, nothing), (window[:0], None)):
+        out = attend(q, window, index, selected, chosen, sink, scale=SCALE)
+        np.testing.assert_allclose(out, ref, atol=2e-5)
+    masked = jnp.full((5, 3), -1, jnp.int32)
+    out = attend(q, window, index, window[:0], masked, sink, scale=SCALE)
+    np.testing.assert_allclose(out, ref, atol=2e-5)
+
+
+def test_repeated_entries_count_twice():
+    q, window, index, _, _, sink = draw(9)
+    out = attend(q, window, index, window, index, sink, scale=SCALE)
+    np.testing.assert_allclose(out, oracle(q, window, index, window, index, sink), atol=2e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_a_row_does_not_depend_on_the_other_rows(dtype):
+    args = draw(10, r=40, h=4, d=64, w=16, k=80, dtype=dtype)
+    q, window, index, selected, chosen, sink = args
+    run = jax.jit(lambda q, i, c: attend(q, window, i, selected, c, sink, scale=SCALE))
+    whole = np.asarray(run(q, index, chosen))
+    for first, count in ((0, 1), (3, 2), (7, 6), (3, ROW_TILE), (0, 33)):
+        part = slice(first, first + count)
+        np.testing.assert_array_equal(run(q[part], index[part], chosen[part]), whole[part])
+
+
+def test_unknown_implementation():
+    with pytest.raises(ValueError, match="no implementation 'fast'; expected auto"):
+        attend(*draw(11), scale=SCALE, implementation="fast")
