@@ -1,9 +1,9 @@
-"""Indexer: scores of every query row against the index keys of its sequence, and the k best entries.
+"""Indexer: scores of every query row against its sequence's index keys, and the k best entries.
 
-`select` is the public function; `IMPLEMENTATIONS` lists the modules behind it in order of preference, each of which has a
-`select` of the same signature (less `implementation`) and declines a case it cannot serve by raising
-NotImplementedError with the reason. The equation is in `reference.py`, the shapes that every
-implementation is tested and measured on in `shapes.py`.
+`select` is the public function. `IMPLEMENTATIONS` lists the modules behind it in order of
+preference; each has a `select` of the same signature (less `implementation`) and declines a case
+it cannot serve by raising NotImplementedError with the reason. The equation is in `reference.py`,
+the shapes that every implementation is tested and measured on are in `shapes.py`.
 """
 
 from jaxtyping import Array, Bool, Float, Int32

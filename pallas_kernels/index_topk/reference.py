@@ -1,10 +1,10 @@
-"""Index scores and the top k entries of every query row (V4.1 report 2.3, reference inference/model.py).
+"""Index scores and the top k entries of every query row (V4.1 report 2.3, inference/model.py).
 
     score[p, j] = sum_h relu(q[p, h] . k[j]) * w[p, h]        for j < visible[p], else -inf
 
 in the inputs' type: for bfloat16 the dot product, its product with w and the sum over heads (which
 accumulates in float32) are each rounded to bfloat16; for float32 nothing is rounded. The k highest
-entries are returned in ascending order of index, equal scores to the lowest index, -1 after the last.
+entries are returned in ascending order of index; equal scores go to the lowest index, -1 fills up.
 
 Two-level selection: `pool = (block, count)` also returns the `count` blocks of `block` neighbouring
 entries with the highest maximum (the block of the newest visible entry always among them), and
@@ -98,7 +98,7 @@ def top_ascending(score: Float[Array, "*rows t"], k: int) -> Int32[Array, "*rows
 def candidate_pool(
     score: Float[Array, "*rows t"], visible: Int32[Array, "*rows"], block: int, count: int
 ) -> Bool[Array, "*rows blocks"]:
-    """Mask of the `count` best blocks by maximum score, the newest visible entry's block always kept."""
+    """Mask of the `count` best blocks by maximum score, the newest visible entry's always kept."""
     entries = score.shape[-1]
     pad = [(0, 0)] * (score.ndim - 1) + [(0, -entries % block)]
     best = jnp.pad(score, pad, constant_values=-jnp.inf)

@@ -1,8 +1,8 @@
-"""Sparse attention over one shared key-value head: window rows, then selected rows (V4.1 report 2.3).
+"""Sparse attention over one shared key-value head, window rows then selected rows (report 2.3).
 
-Every query row has its own key list: `window_index` into the window rows, then `selected_index` into
-the compressed rows; -1 is an empty slot. The slots are read in that order, in blocks of 64, with an
-online softmax whose running maximum starts at -1e30:
+Every query row has its own key list: `window_index` into the window rows, then `selected_index`
+into the compressed rows; -1 is an empty slot. The slots are read in that order, in blocks of 64,
+with an online softmax whose running maximum starts at -1e30:
 
     m' = max(m, max_t s_t)     p_t = exp(s_t - m')     a = exp(m - m')
     l' = a l + sum_t p_t       o' = a o + sum_t bf16(p_t) k_t        out = o / (l + exp(sink - m))
@@ -31,10 +31,11 @@ Rows = Shaped[Array, "_ _"] | tuple[Shaped[Array, "_ _"], Shaped[Array, "_ _"]]
 
 
 def unpack(rows: tuple[Array, Array], dtype: DTypeLike) -> Float[Array, "... d"]:
-    """Expand stored rows (values, scales) to `dtype`; exact for both formats in bfloat16 and float32.
+    """Expand stored rows (values, scales) to `dtype`; exact in bfloat16 and float32.
 
-    values uint8 [..., d/2] are e2m1 codes, low nibble first, otherwise float8_e4m3fn [..., d]; scales
-    [..., groups] (e8m0 or e4m3) each cover d/groups neighbouring channels. Source: V4.1 report 2.3.
+    values uint8 [..., d/2] are e2m1 codes, low nibble first, otherwise float8_e4m3fn [..., d];
+    scales [..., groups] (e8m0 or e4m3) each cover d/groups neighbouring channels. Source: V4.1
+    report 2.3.
     """
     values, scales = rows
     if values.dtype == jnp.uint8:
@@ -70,7 +71,7 @@ def attend(
     scale: float,
     rows_per_slot: int = 1,
 ) -> Float[Array, "r h d"]:
-    """Attention of every query row over its own window and selected rows; see the package's `attend`."""
+    """Attention of every query row over its own keys; arguments as in the package's `attend`."""
     del rows_per_slot  # only a hint about sharing
     no_rows = selected is None or selected_index is None or selected_index.shape[1] == 0
     if no_rows or _length(selected) == 0:

@@ -1,4 +1,4 @@
-"""index_topk: the reference against numpy, and every other implementation against the reference."""
+"""index_topk: the reference against numpy, the kernels against the reference."""
 
 import jax
 import jax.numpy as jnp

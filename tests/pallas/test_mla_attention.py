@@ -1,4 +1,4 @@
-"""mla_attention: the reference against float64, and every other implementation against the reference."""
+"""mla_attention: the reference against float64, the kernels against the reference."""
 
 import jax
 import jax.numpy as jnp
