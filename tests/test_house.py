@@ -70,7 +70,7 @@ MAY_IMPORT = {
     | DEMO
     | {"deepinfer_jax.lab", "deepinfer_jax"},
     "converters.safetensors_io": set(),
-    "converters.names": BASE | {"deepinfer_jax.model"},
+    "converters.names": BASE | {"deepinfer_jax.model", "converters.safetensors_io"},
     "converters": BASE | {"deepinfer_jax.model"} | CONTAINER,
 }
 NO_JAX = ("deepinfer_jax.runtime.scheduler", "deepinfer_jax.runtime.pages", "deepinfer_jax.shipped")
