@@ -249,8 +249,11 @@ class Layout:
     def constrain(
         self, x: Shaped[Array, "..."], axes: Sequence[Axis], phase: str | None = None
     ) -> Shaped[Array, "..."]:
-        """Fix the sharding of an activation inside a traced function; identity on one device."""
-        if self.size == 1:
+        """Fix the sharding of an activation inside a traced function.
+
+        The identity on one device, and inside ``model.parallel.spmd``, where arrays are local.
+        """
+        if self.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
             return x
         spec = self.spec(axes, x.shape, f"activation {tuple(axes)}", phase)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.abstract_mesh, spec))

@@ -9,25 +9,29 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.model import dispatch
+from deepinfer_jax.model import dispatch, parallel
 
 TOK, K, WIDTH, INNER, EXPERTS = 32, 3, 16, 24, 16
 
 
-def mlp(x, w13, w2, sizes, weight):
+def mlp(w13, w2):
     """One row at a time, so that the bits of a row depend on that row alone."""
-    rest = x.shape[0] - sizes.sum()
-    expert = jnp.repeat(
-        jnp.arange(sizes.size + 1), jnp.append(sizes, rest), total_repeat_length=x.shape[0]
-    )
 
-    def one(row):
-        held, x, weight = row
-        gate, up = w13[held] @ x
-        y = w2[held] @ (weight * jax.nn.silu(gate) * up)
-        return jnp.where(held < sizes.size, y, jnp.zeros_like(y))
+    def run(x, sizes, weight):
+        rest = x.shape[0] - sizes.sum()
+        expert = jnp.repeat(
+            jnp.arange(sizes.size + 1), jnp.append(sizes, rest), total_repeat_length=x.shape[0]
+        )
 
-    return jax.lax.map(one, (expert, x, weight))
+        def one(row):
+            held, x, weight = row
+            gate, up = w13[held] @ x
+            y = w2[held] @ (weight * jax.nn.silu(gate) * up)
+            return jnp.where(held < sizes.size, y, jnp.zeros_like(y))
+
+        return jax.lax.map(one, (expert, x, weight))
+
+    return run
 
 
 def layout(axes, rules, dispatch_kind, capacity=2.0):
@@ -90,7 +94,14 @@ def run(args, under, exact=False, wire=None):
 
 @functools.lru_cache
 def program(under, exact, wire):
-    return jax.jit(lambda *a: dispatch.routed(*a, mlp, layout=under, exact=exact, wire=wire))
+    def local(x, index, weight, w13, w2):
+        return dispatch.routed(
+            x, index, weight, w13.shape[0], mlp(w13, w2), layout=under, exact=exact, wire=wire
+        )
+
+    rows = under.spec(("rows", None), (TOK, K))
+    experts = under.spec(("expert", None, "ffn"), (EXPERTS, WIDTH, INNER))
+    return jax.jit(parallel.spmd(under, local, (rows, rows, rows, experts, experts), rows))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
@@ -141,13 +152,6 @@ def test_replicas_change_no_bits():
 
 
 def test_mistakes_are_named():
-    args = inputs("uniform")
-    with pytest.raises(ValueError, match="31 rows do not divide over .*= 8"):
-        dispatch.routed(
-            *(jnp.asarray(a[:31]) if a.shape[0] == TOK else jnp.asarray(a) for a in args),
-            mlp,
-            layout=layout(*LAYOUTS["dp"], "gather"),
-        )
     clash = layout({"tensor": 4}, {"ffn": ["tensor"], "rows": ["tensor"]}, "gather")
     with pytest.raises(ValueError, match="'ffn' shares mesh axis"):
-        dispatch.routed(*(jnp.asarray(a) for a in args), mlp, layout=clash)
+        run(inputs("uniform"), clash)

@@ -1,0 +1,249 @@
+"""One program a device: the few places where shards of a layout talk to each other.
+
+A jitted program is wrapped once, in ``spmd``: shard_map over the whole mesh, so that everything
+inside sees local arrays only (its own rows, slots, pages, heads, experts) and custom kernels need
+no wrapping. What crosses devices is written where it happens; on one device it is the identity:
+
+    total   partial sums over a sharded contraction (heads -> wo_b, ffn -> w2)   all-reduce
+    whole   shards of an output axis put together (vocabulary, context rows)     all-gather
+    take    rows of a table sharded by rows (embedding, Engram)                  exchange
+    remote  a function computed where an item belongs (experts)                  exchange
+
+An exchange runs in rounds of a fixed capacity between any two shards: a skewed batch takes more
+rounds, nothing is dropped and no buffer grows. Every item is computed by itself, so the result of
+an item does not depend on the round it travels in.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Int, Int32, Shaped
+
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.spec import path_name
+
+
+def specs(declared: Any, layout: Layout, phase: str | None = None) -> Any:
+    """A tree of ``Param`` as PartitionSpecs under a layout; errors name the tensor."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, param: layout.spec(param.axes, param.shape, path_name(path), phase), declared
+    )
+
+
+def spmd(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Any:
+    """``function`` over the local shards of its arguments; itself on one device.
+
+    Outputs that name no mesh axis must be equal on every shard; nothing checks that.
+    """
+    if layout.size == 1:
+        return function
+    return jax.shard_map(
+        function,
+        mesh=layout.abstract_mesh,
+        in_specs=in_specs,
+        out_specs=out_specs,
+        check_vma=False,
+    )
+
+
+def total(
+    x: Shaped[Array, "*shape"], layout: Layout, logical: str, phase: str | None = None
+) -> Shaped[Array, "*shape"]:
+    """Sum of the shards' partial results; pass float32 where the order of summation matters."""
+    axes = layout.mesh_axes(logical, phase)
+    return lax.psum(x, axes) if axes else x
+
+
+def whole(
+    x: Shaped[Array, "..."], layout: Layout, logical: str, axis: int, phase: str | None = None
+) -> Shaped[Array, "..."]:
+    """The shards of a logical axis joined along array axis ``axis``."""
+    axes = layout.mesh_axes(logical, phase)
+    return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def take(
+    table: Any,
+    index: Int32[Array, "*where"],
+    layout: Layout,
+    logical: str,
+    phase: str | None = None,
+) -> Any:
+    """Rows ``index`` (global numbers) of a table whose leading axis is ``logical``, shard by shard.
+
+    table: tree of [rows here, ...]. Returns the tree of [*where, ...]. Shards that work on the same
+    rows read what they hold and add up (bytes are summed as integers: exact); shards that work on
+    different rows send each number to its owner and get the row back.
+    """
+    axes = layout.mesh_axes(logical)
+    if not axes:
+        return jax.tree.map(lambda leaf: leaf[index], table)
+    shards = layout.ways(logical)
+    here = jax.tree.leaves(table)[0].shape[0]
+    row_axes = layout.mesh_axes("rows", phase)
+    flat = index.reshape(-1)
+    if not set(axes) & set(row_axes):
+        local = flat - lax.axis_index(axes) * here
+        mine = (local >= 0) & (local < here)
+        found = jax.tree.map(lambda leaf: leaf[jnp.where(mine, local, 0)], table)
+        found = jax.tree.map(lambda leaf: _sum_bits(leaf, mine, axes), found)
+    else:
+
+        def read(items: Any, _: Bool[Array, " n"]) -> Any:
+            return jax.tree.map(lambda leaf: leaf[items], table)
+
+        found = spread(
+            flat,
+            row_axes,
+            axes,
+            layout,
+            lambda mine: remote(
+                lambda item: jnp.remainder(mine, here)[item],
+                mine // here,
+                read,
+                layout=layout,
+                axes=axes,
+                every=joined(row_axes, axes),
+                capacity=capacity(mine.size, shards, layout),
+            ),
+        )
+    return jax.tree.map(lambda leaf: leaf.reshape(*index.shape, *leaf.shape[1:]), found)
+
+
+def joined(first: Sequence[str], second: Sequence[str]) -> tuple[str, ...]:
+    """Axes of both, in order, once each."""
+    return (*first, *(axis for axis in second if axis not in first))
+
+
+def capacity(items: int, shards: int, layout: Layout) -> int:
+    """Items that one round carries between two shards."""
+    return max(1, min(items, math.ceil(layout.moe_capacity * items / shards)))
+
+
+def spread(
+    items: Any,
+    row_axes: Sequence[str],
+    axes: Sequence[str],
+    layout: Layout,
+    function: Callable[[Any], Any],
+    fill: int = 0,
+) -> Any:
+    """``function`` on each shard's own part of items that are equal over some of ``axes``.
+
+    Shards of the axes that do not split rows hold the same items; each takes a part (the last ones
+    padded with ``fill``) and the results are gathered, so that no work is done twice.
+    """
+    same = tuple(axis for axis in axes if axis not in row_axes)
+    if not same:
+        return function(items)
+    ways = math.prod(layout.axis_size(axis) for axis in same)
+    count = jax.tree.leaves(items)[0].shape[0]
+    part = -(-count // ways)
+
+    def cut(leaf: Array) -> Array:
+        pad = [(0, part * ways - count)] + [(0, 0)] * (leaf.ndim - 1)
+        padded = jnp.pad(leaf, pad, constant_values=jnp.asarray(fill, leaf.dtype))
+        return lax.dynamic_slice_in_dim(padded, lax.axis_index(same) * part, part)
+
+    out = function(jax.tree.map(cut, items))
+    return jax.tree.map(lambda leaf: lax.all_gather(leaf, same, tiled=True)[:count], out)
+
+
+def remote(
+    pick: Callable[[Int32[Array, " m"]], Any],
+    to: Int32[Array, " n"],
+    function: Callable[[Any, Bool[Array, " m"]], Any],
+    *,
+    layout: Layout,
+    axes: Sequence[str],
+    every: Sequence[str],
+    capacity: int,
+) -> Any:
+    """function(items, present) computed on the shard ``to`` (of ``axes``) of each item.
+
+    pick(number) gives the items of these numbers as a tree of [m, ...]; ``to`` is the shard of each
+    of the n items, a value >= the number of shards for none. ``function`` works row by row; rows
+    that are not ``present`` hold anything. Returns its result for every item, [n, ...], zero for
+    items that went nowhere. every: the axes whose shards must run equally many rounds.
+    """
+    axes, every = tuple(axes), tuple(every)
+    shards = math.prod(layout.axis_size(axis) for axis in axes)
+    number = jnp.arange(to.size, dtype=jnp.int32)
+    to = jnp.minimum(to, shards)
+    place, counts = _rank_within(to, shards)
+    move = _ragged if layout.moe_dispatch == "ragged" else _padded
+    within = jnp.arange(shards * capacity, dtype=jnp.int32) % capacity
+
+    def one_round(turn: Int32[Array, ""], out: Any) -> Any:
+        slot = place - turn * capacity
+        mine = (slot >= 0) & (slot < capacity) & (to < shards)
+        slot = jnp.where(mine, to * capacity + slot, shards * capacity)
+        source = jnp.zeros((shards * capacity,), jnp.int32).at[slot].set(number, mode="drop")
+        send = jnp.clip(counts - turn * capacity, 0, capacity)
+        receive = lax.all_to_all(send, axes, 0, 0, tiled=True)
+        items = jax.tree.map(lambda leaf: move(leaf, send, receive, axes, capacity), pick(source))
+        present = within < jnp.repeat(receive, capacity, total_repeat_length=within.size)
+        back = jax.tree.map(
+            lambda leaf: move(leaf, receive, send, axes, capacity), function(items, present)
+        )
+        slot = jnp.where(mine, slot, 0)
+
+        def fill(old: Array, new: Array) -> Array:
+            keep = mine.reshape(-1, *[1] * (new.ndim - 1))
+            return jnp.where(keep, new[slot], old)
+
+        return jax.tree.map(fill, out, back)
+
+    like = jax.eval_shape(
+        lambda: function(pick(jnp.zeros_like(within)), jnp.zeros(within.shape, jnp.bool_))
+    )
+    start = jax.tree.map(lambda leaf: jnp.zeros((to.size, *leaf.shape[1:]), leaf.dtype), like)
+    if capacity >= to.size:
+        return one_round(jnp.int32(0), start)
+    rounds = lax.pmax(-(-jnp.max(counts) // capacity), every)
+    return lax.while_loop(
+        lambda carry: carry[0] < rounds,
+        lambda carry: (carry[0] + 1, one_round(*carry)),
+        (jnp.int32(0), start),
+    )[1]
+
+
+def _rank_within(
+    key: Int[Array, " n"], keys: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " keys"]]:
+    """How many earlier entries have the same key, and the number of entries of each key < keys."""
+    order = jnp.argsort(key, stable=True)
+    counts = jnp.bincount(key, length=keys + 1).astype(jnp.int32)
+    start = jnp.cumsum(counts) - counts
+    rank = jnp.arange(key.size, dtype=jnp.int32) - start[key[order]]
+    return jnp.zeros_like(rank).at[order].set(rank), counts[:keys]
+
+
+def _padded(
+    leaf: Shaped[Array, "n ..."], send: Array, receive: Array, axes: tuple[str, ...], room: int
+) -> Shaped[Array, "n ..."]:
+    return lax.all_to_all(leaf, axes, 0, 0, tiled=True)
+
+
+def _ragged(
+    leaf: Shaped[Array, "n ..."], send: Array, receive: Array, axes: tuple[str, ...], room: int
+) -> Shaped[Array, "n ..."]:
+    """Send the first send[i] rows of block i to shard i; ``room`` rows a block on both sides."""
+    starts = jnp.arange(send.size, dtype=jnp.int32) * room
+    at = jnp.full_like(starts, lax.axis_index(axes) * room)
+    empty = jnp.zeros_like(leaf)
+    return lax.ragged_all_to_all(leaf, empty, starts, send, at, receive, axis_name=axes)
+
+
+def _sum_bits(
+    rows: Shaped[Array, "n ..."], mine: Bool[Array, " n"], axes: tuple[str, ...]
+) -> Shaped[Array, "n ..."]:
+    """Each row from the one shard that holds it: bits added as integers, zero elsewhere."""
+    whole_bits = jnp.dtype(f"uint{rows.dtype.itemsize * 8}")
+    bits = lax.bitcast_convert_type(rows, whole_bits)
+    bits = jnp.where(mine.reshape(-1, *[1] * (rows.ndim - 1)), bits, jnp.zeros_like(bits))
+    return lax.bitcast_convert_type(lax.psum(bits, axes), rows.dtype)

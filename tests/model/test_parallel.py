@@ -1,0 +1,78 @@
+"""Shards talking to each other: lookups, sums and gathers equal to one device."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.model import parallel
+from deepinfer_jax.spec import Param
+
+LAYOUTS = {
+    "single": Layout.single(),
+    "rows_whole": Layout("a", (("tensor", 8),), (("vocab", ("tensor",)),)),
+    "same_axis": Layout("b", (("data", 8),), (("vocab", ("data",)), ("rows", ("data",)))),
+    "partly": Layout(
+        "c", (("data", 2), ("tensor", 4)), (("vocab", ("data", "tensor")), ("rows", ("data",)))
+    ),
+    "other_axis": Layout(
+        "d", (("data", 2), ("tensor", 4)), (("vocab", ("tensor",)), ("rows", ("data",)))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("skew", [False, True])
+def test_take(name, skew):
+    under = LAYOUTS[name]
+    rng = np.random.default_rng(0)
+    table = {
+        "wide": rng.standard_normal((48, 5), dtype=np.float32),
+        "bytes": rng.integers(0, 256, (48, 2, 3), dtype=np.uint8).view(ml_dtypes.float8_e4m3fn),
+    }
+    index = rng.integers(0, 48, (16, 3), dtype=np.int32)
+    if skew:
+        index = index % 3 + 45
+    specs = parallel.specs(
+        {
+            "wide": Param((48, 5), "float32", ("vocab", None)),
+            "bytes": Param((48, 2, 3), "float8_e4m3fn", ("vocab", None, None)),
+        },
+        under,
+    )
+    rows = under.spec(("rows", None), index.shape)
+    local = functools.partial(parallel.take, layout=under, logical="vocab")
+    run = jax.jit(parallel.spmd(under, local, (specs, rows), rows))
+    mesh = under.mesh(jax.devices()[: under.size])
+    args = jax.tree.map(
+        lambda leaf, spec: jax.device_put(leaf, jax.sharding.NamedSharding(mesh, spec)),
+        (table, index),
+        (specs, rows),
+    )
+    found = run(*args)
+    for key, leaf in found.items():
+        assert leaf.dtype == table[key].dtype
+        np.testing.assert_array_equal(
+            np.asarray(leaf).view(np.uint8), table[key][index].view(np.uint8)
+        )
+
+
+def test_total_and_whole():
+    under = LAYOUTS["other_axis"]
+    x = jnp.arange(32.0).reshape(2, 16)
+
+    def local(x):
+        summed = parallel.total(x.sum(axis=1), under, "vocab")
+        return summed, parallel.whole(x, under, "vocab", axis=1), parallel.total(x, under, "heads")
+
+    spec = under.spec(("rows", "vocab"), x.shape)
+    rows = under.spec(("rows",), (2,))
+    x = jax.device_put(x, jax.sharding.NamedSharding(under.mesh(), spec))
+    summed, gathered, same = jax.jit(parallel.spmd(under, local, spec, (rows, rows, spec)))(x)
+    np.testing.assert_array_equal(summed, x.sum(axis=1))
+    np.testing.assert_array_equal(gathered, x)
+    np.testing.assert_array_equal(same, x)
