@@ -1,0 +1,102 @@
+"""One block: an attention and a MoE sublayer, each wrapped in single-pass mHC (V4.1 report 2.1).
+
+The `pre` that collapses the streams comes from the sublayer before; post and comb are the
+sublayer's own:
+  mix_a = mixes(X),  a = attention(norm(collapse(X, pre_in))),   X1 = write_back(a, X, mix_a)
+  mix_f = mixes(X1), f = moe(norm(collapse(X1, mix_a.pre))),     X2 = write_back(f, X1, mix_f)
+and (X2, mix_f.pre) go to the next block. What "attention" is differs between the backbone and the
+draft stages, so it is passed in.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import flax.struct
+from jaxtyping import Array, Bool, Float, Int32
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import attention, engram, hyper, moe
+from deepinfer_jax.model.attention import AttentionWeights
+from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.engram import EngramWeights
+from deepinfer_jax.model.hyper import HyperWeights
+from deepinfer_jax.model.moe import MoEWeights
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.schedule import LayerPlan
+from deepinfer_jax.spec import Leaf, norm
+
+
+@flax.struct.dataclass
+class BlockWeights:
+    """Weights of one backbone layer or draft stage; engram where the layer has one."""
+
+    hc_attn: HyperWeights
+    attn_norm: Leaf
+    attn: AttentionWeights
+    hc_ffn: HyperWeights
+    ffn_norm: Leaf
+    ffn: MoEWeights
+    engram: EngramWeights | None
+
+
+@flax.struct.dataclass
+class Hidden:
+    """What flows between blocks: streams [rows, n, d] in the compute type, pre [rows, n]
+    float32."""
+
+    streams: Leaf
+    pre: Leaf
+
+
+def abstract(cfg: ModelConfig, plan: LayerPlan, experts: int) -> BlockWeights:
+    """The declared weights of one block."""
+    return BlockWeights(
+        hc_attn=hyper.abstract(cfg),
+        attn_norm=norm(cfg.hidden_size, "embed"),
+        attn=attention.abstract(cfg, plan),
+        hc_ffn=hyper.abstract(cfg),
+        ffn_norm=norm(cfg.hidden_size, "embed"),
+        ffn=moe.abstract(cfg, experts),
+        engram=engram.abstract(cfg, plan.index) if plan.engram else None,
+    )
+
+
+def block(
+    setup: Setup,
+    weights: BlockWeights,
+    hidden: Hidden,
+    valid: Bool[Array, " rows"],
+    attend: Callable[[Float[Array, "rows d"]], tuple[Float[Array, "rows d"], Any]],
+    *,
+    layer: int,
+    experts_per_token: int,
+    capture: Capture,
+    routes: Int32[Array, "rows k"] | None = None,
+) -> tuple[Hidden, Any]:
+    """Both sublayers; `attend` maps normed rows to (output, state) and the state is handed back."""
+    eps = setup.cfg.rms_norm_eps
+    streams = setup.layout.constrain(hidden.streams, ("rows", "stream", "embed"), setup.phase)
+    mix = hyper.mixes(setup, weights.hc_attn, streams)
+    x = rms_norm(hyper.collapse(streams, hidden.pre), weights.attn_norm, eps)
+    capture.add("attn_in", layer, x)
+    out, state = attend(x)
+    capture.add("attn_out", layer, out)
+    streams = hyper.write_back(out, streams, mix)
+
+    after = hyper.mixes(setup, weights.hc_ffn, streams)
+    x = rms_norm(hyper.collapse(streams, mix.pre), weights.ffn_norm, eps)
+    capture.add("ffn_in", layer, x)
+    out = moe.moe(
+        setup,
+        weights.ffn,
+        x,
+        valid,
+        experts_per_token=experts_per_token,
+        layer=layer,
+        capture=capture,
+        routes=routes,
+    )
+    capture.add("ffn_out", layer, out)
+    capture.add("pre_mix", layer, after.pre)
+    return Hidden(hyper.write_back(out, streams, after), after.pre), state

@@ -1,0 +1,26 @@
+"""Final norm and language-model head: logits = RMSNorm(x) W^T in float32, no bias, no soft cap.
+
+The normed state is rounded to the compute type first; bfloat16 operands with float32 accumulation
+are then the same product as the reference's widened float32 one, up to the order of summation.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from deepinfer_jax.model.linear import linear
+from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.setup import Setup
+
+
+def head_logits(
+    setup: Setup,
+    x: Float[Array, "rows d"],
+    weight: Float[Array, " d"],
+    head: Float[Array, "vocab d"],
+) -> Float32[Array, "rows vocab"]:
+    """Logits of collapsed rows; weight: the norm's, head [vocab, d]."""
+    with jax.named_scope("head"):
+        normed = rms_norm(x, weight, setup.cfg.rms_norm_eps)
+        logits = linear(setup, normed, head, dtype=jnp.dtype(jnp.float32))
+        return setup.layout.constrain(logits, ("rows", "vocab"), setup.phase)

@@ -1,0 +1,168 @@
+"""Mixture of experts with a shared expert (V4.1 report 2.5; reference Gate, Expert, MoE).
+
+Router, float32: s = sqrt(softplus(x gate^T)); the k experts with the largest s + bias are taken
+(ties to the lowest id); weights are s of those, divided by their sum + 1e-20, times
+routed_scaling_factor.
+Expert: h = weight * silu(min(w1 x, limit)) * clamp(w3 x, +-limit) in float32, y = w2 h; outputs are
+summed in float32 in ascending order of expert id, then the shared expert (same clamps, weight 1) is
+added.
+
+Rows are sorted by expert and multiplied group by group with the weights as stored.
+"""
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int32
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.linear import linear
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
+from pallas_kernels import grouped_gemm, row_matmul
+
+SUM_EPS = 1e-20  # of the routing weights; a constant of its own, not the norm's epsilon
+
+
+@flax.struct.dataclass
+class MoEWeights:
+    """gate [E, d] bfloat16, bias and bias_vl [E] float32 (bias_vl: image tokens).
+
+    w13 [E, 2, ff, d] (0 gate, 1 up) and w2 [E, d, ff] FP4; shared_w1, shared_w3 [ff, d], shared_w2
+    [d, ff] FP8.
+    """
+
+    gate: Leaf
+    bias: Leaf
+    bias_vl: Leaf
+    w13: Leaf
+    w2: Leaf
+    shared_w1: Leaf
+    shared_w2: Leaf
+    shared_w3: Leaf
+
+
+def abstract(cfg: ModelConfig, experts: int) -> MoEWeights:
+    """The declared weights of one layer with `experts` routed experts."""
+    width, ff, block = cfg.hidden_size, cfg.moe_intermediate_size, cfg.weight_block_size
+
+    def stack(*shape: int, axes: tuple[str | None, ...]) -> Leaf:
+        if cfg.expert_dtype == "fp4":
+            return fp4(*shape, axes=axes)
+        if cfg.expert_dtype == "fp8":
+            return fp8_stack(*shape, axes=axes, block=block)
+        return plain(*shape, axes=axes)
+
+    def shared(rows: int, cols: int, *axes: str) -> Leaf:
+        return dense(rows, cols, axes, block=block, dtype=cfg.dense_dtype)
+
+    return MoEWeights(
+        gate=plain(experts, width, axes=(None, "embed")),
+        bias=plain(experts, axes=(None,), dtype="float32", scale=0.1),
+        bias_vl=plain(experts, axes=(None,), dtype="float32", scale=0.1),
+        w13=stack(experts, 2, ff, width, axes=("expert", None, "ffn", None)),
+        w2=stack(experts, width, ff, axes=("expert", None, "ffn")),
+        shared_w1=shared(ff, width, "ffn", "embed"),
+        shared_w2=shared(width, ff, "embed", "ffn"),
+        shared_w3=shared(ff, width, "ffn", "embed"),
+    )
+
+
+def moe(
+    setup: Setup,
+    weights: MoEWeights,
+    x: Float[Array, "rows d"],
+    valid: Bool[Array, " rows"],
+    *,
+    experts_per_token: int,
+    layer: int,
+    capture: Capture,
+    routes: Int32[Array, "rows k"] | None = None,
+) -> Float[Array, "rows d"]:
+    """The whole sublayer on normed rows; `routes` replaces the router's choice (its weights are
+    still computed)."""
+    with jax.named_scope("moe"):
+        chosen, route_weight = route(setup, weights, x, experts_per_token, routes)
+        capture.add("routes", layer, chosen)
+        capture.add("route_weights", layer, route_weight)
+        routed = routed_experts(setup, weights, x, valid, chosen, route_weight)
+        return (routed + shared_expert(setup, weights, x).astype(jnp.float32)).astype(x.dtype)
+
+
+def route(
+    setup: Setup,
+    weights: MoEWeights,
+    x: Float[Array, "rows d"],
+    experts_per_token: int,
+    routes: Int32[Array, "rows k"] | None = None,
+) -> tuple[Int32[Array, "rows k"], Float32[Array, "rows k"]]:
+    """Expert ids, ascending, and their weights."""
+    with jax.named_scope("router"):
+        logits = row_matmul.matmul(
+            x.astype(jnp.float32),
+            weights.gate.astype(jnp.float32),
+            out_dtype=jnp.float32,
+            invariant=setup.numerics.invariant,
+            implementation=setup.kernels["row_matmul"],
+        )
+        score = jnp.sqrt(jax.nn.softplus(logits))
+        if routes is None:
+            _, routes = jax.lax.top_k(score + weights.bias[None, :], experts_per_token)
+        chosen = jnp.sort(routes.astype(jnp.int32), axis=-1)
+        taken = jnp.take_along_axis(score, chosen, axis=-1)
+        total = jnp.sum(taken, axis=-1, keepdims=True) + jnp.float32(SUM_EPS)
+        return chosen, taken / total * jnp.float32(setup.cfg.routed_scaling_factor)
+
+
+def routed_experts(
+    setup: Setup,
+    weights: MoEWeights,
+    x: Float[Array, "rows d"],
+    valid: Bool[Array, " rows"],
+    chosen: Int32[Array, "rows k"],
+    route_weight: Float32[Array, "rows k"],
+) -> Float32[Array, "rows d"]:
+    """sum over the chosen experts, float32, in ascending order of expert id; 0 for invalid rows."""
+    with jax.named_scope("experts"):
+        rows, k = chosen.shape
+        stacked, w2 = _parts(weights.w13), _parts(weights.w2)
+        experts = stacked[0].shape[0]
+        flat = jnp.where(valid[:, None], chosen, experts).reshape(-1)
+        order = jnp.argsort(flat, stable=True)
+        sizes = jnp.bincount(flat, length=experts + 1)[:experts].astype(jnp.int32)
+        options = {
+            "act_quant": setup.numerics.act_quant,
+            "implementation": setup.kernels["grouped_gemm"],
+        }
+        hidden = grouped_gemm.gate_up(
+            x[order // k],
+            *stacked,
+            sizes,
+            route_weight.reshape(-1)[order],
+            limit=setup.cfg.swiglu_limit,
+            **options,
+        )
+        sorted_out = grouped_gemm.down(hidden, *w2, sizes, **options)
+        out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
+        slots = out.reshape(rows, k, -1).astype(jnp.float32)
+        total = slots[:, 0]
+        for slot in range(1, k):
+            total = total + slots[:, slot]
+        return total
+
+
+def shared_expert(
+    setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"]
+) -> Float[Array, "rows d"]:
+    """The expert every row goes through."""
+    with jax.named_scope("shared_expert"):
+        limit = jnp.float32(setup.cfg.swiglu_limit)
+        gate = linear(setup, x, weights.shared_w1).astype(jnp.float32)
+        up = linear(setup, x, weights.shared_w3).astype(jnp.float32)
+        hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
+        return linear(setup, hidden.astype(x.dtype), weights.shared_w2)
+
+
+def _parts(weight: Leaf) -> tuple[Leaf, Leaf | None]:
+    return (weight.values, weight.scales) if isinstance(weight, Quantized) else (weight, None)
