@@ -124,8 +124,9 @@ def flat(
     )
 
 
-def to_rectangle(rows: Rows, x: Shaped[Array, " rows *rest"]) -> Shaped[Array, "groups width
-*rest"]:
+def to_rectangle(
+    rows: Rows, x: Shaped[Array, " rows *rest"]
+) -> Shaped[Array, "groups width *rest"]:
     """Per-row values as [groups, width, ...]; places without a row hold some other row's value."""
     if rows.dense:
         return x.reshape(rows.groups, rows.width, *x.shape[1:])
