@@ -1,0 +1,104 @@
+"""What is wrong with a checkpoint folder, from headers alone: `python -m converters.check SRC`.
+
+`examine` is what every reader of a checkpoint starts with: open the folder, tell its dialect, and
+compare what is there with what the config declares. All findings are one line each and come
+together, before any weight is read and before anything is written. `--deep` goes on to the values:
+NaN codes, scale exponents outside the plausible range, non-finite floats.
+"""
+
+import argparse
+import dataclasses
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from converters import census, names, recipes
+from converters import safetensors_io as st
+from converters.source import CheckpointError, Source, open_source, resolve
+
+SLICE_BYTES = 2**24
+LOW_EXPONENT, HIGH_EXPONENT = 127 - 60, 127 + 20  # trained scales lie well inside
+
+
+@dataclasses.dataclass(frozen=True)
+class Checked:
+    """A checkpoint whose every tensor is accounted for: a recipe for each declared tensor."""
+
+    source: Source
+    table: names.Table
+    recipes: Mapping[str, recipes.Recipe]
+
+
+def examine(path: str | Path) -> Checked:
+    """Open and compare; raises `CheckpointError` with every finding, one line each."""
+    source = open_source(path)
+    table = names.table(source.cfg)
+    problems = census.compare(source.cfg, table, source.tensors)
+    if problems:
+        raise CheckpointError(f"{source.path}: {problem}" for problem in problems)
+    return Checked(source, table, recipes.official(table, source.tensors))
+
+
+def deep(checked: Checked) -> Iterator[str]:
+    """Findings in the values; reads everything, in slices."""
+    with st.Reader() as reader:
+        for name, entry in checked.table.by_name.items():
+            counts = {"NaN": 0, "infinite": 0, "exponent out of range": 0}
+            param = checked.table.params[entry.leaf]
+            rows, item = entry.shape[0], np.dtype(param.dtype).itemsize
+            row_bytes = int(np.prod(entry.shape[1:], dtype=np.int64)) * item
+            for begin, end in st.row_slices(rows, row_bytes, SLICE_BYTES):
+                out = np.empty((end - begin, *entry.shape[1:]), param.dtype)
+                checked.recipes[name].fill(reader, begin, end, out)
+                for what, count in suspicious(out).items():
+                    counts[what] += count
+            for what, count in counts.items():
+                if count:
+                    yield f"{checked.source.path}: {name}: {count} value(s) {what}"
+
+
+def suspicious(data: np.ndarray) -> dict[str, int]:
+    """How many stored values mean nothing a checkpoint should hold, by kind."""
+    if data.dtype == np.uint8:
+        return {}  # each of the 256 pairs of e2m1 codes is a pair of numbers
+    if data.dtype.name == "float8_e8m0fnu":
+        code = data.view(np.uint8)
+        outside = (code < LOW_EXPONENT) | (code > HIGH_EXPONENT)
+        return {
+            "NaN": int((code == 255).sum()),
+            "exponent out of range": int((outside & (code != 255) & (code != 0)).sum()),
+        }
+    if data.dtype.name == "float8_e4m3fn":
+        return {"NaN": int(((data.view(np.uint8) & 0x7F) == 0x7F).sum())}
+    wide = data.astype(np.float32)
+    return {"NaN": int(np.isnan(wide).sum()), "infinite": int(np.isinf(wide).sum())}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line; 0: nothing found, 2: findings (one line each on stderr)."""
+    parser = argparse.ArgumentParser(prog="python -m converters.check", description=__doc__)
+    parser.add_argument("source", help="checkpoint folder, or a Hugging Face Hub id")
+    parser.add_argument("--revision", help="of a Hub id")
+    parser.add_argument("--deep", action="store_true", help="also read and check all values")
+    options = parser.parse_args(arguments)
+    try:
+        checked = examine(resolve(options.source, options.revision))
+        found = list(deep(checked)) if options.deep else []
+    except CheckpointError as error:
+        found = list(error.problems)
+    for line in found:
+        print(line, file=sys.stderr)
+    if found:
+        return 2
+    source = checked.source
+    print(
+        f"{source.path}: {len(source.tensors):,} tensors, {source.nbytes:,} bytes in "
+        f"{len(source.headers)} file(s); nothing missing, nothing unknown"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,137 @@
+"""A finished converted folder, opened: its manifest, its config, and its leaves by region.
+
+`is_converted` tells it from an official folder. Opening checks the format version and that the
+leaves there are exactly those the config declares (or, for a slice, those the manifest says were
+kept); a leaf is checked again, shape and dtype, when it is opened, and a missing or truncated shard
+is an error of the read that meets it.
+"""
+
+import dataclasses
+import functools
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tensorstore as ts
+
+from converters import names, store
+from converters.source import CheckpointError
+from deepinfer_jax.config import ModelConfig
+
+FORMAT, FORMAT_VERSION = "deepinfer_jax.converted", 1
+MANIFEST, TOKEN_MAP, WEIGHTS, SOURCE = "manifest.json", "token_map.npy", "weights", "source"
+PARTIAL = ".partial"
+
+
+@dataclasses.dataclass(frozen=True)
+class Converted:
+    """`table` holds the leaves that are there; `manifest` is the parsed manifest.json."""
+
+    path: Path
+    cfg: ModelConfig
+    manifest: dict[str, Any]
+    table: names.Table
+    context: ts.Context
+
+    @functools.cached_property
+    def _open(self) -> dict[str, Any]:
+        return {}
+
+    def leaf(self, path: str) -> Any:
+        """The tensorstore of a leaf, opened once; `CheckpointError` if it is not as declared."""
+        if path not in self._open:
+            try:
+                found = store.open_leaf(
+                    self.path / WEIGHTS, path, self.table.params[path], self.context
+                )
+            except ValueError as error:
+                raise CheckpointError([str(error)]) from None
+            self._open[path] = found
+        return self._open[path]
+
+    def read(self, path: str, region: store.Region) -> np.ndarray:
+        """A region of a leaf; reads the chunks that it touches and no others."""
+        try:
+            return self.leaf(path)[region].read().result()
+        except (ValueError, RuntimeError) as error:
+            if isinstance(error, CheckpointError):
+                raise
+            where = self.path / WEIGHTS / store.folder_name(path)
+            raise CheckpointError([f"{where}: {str(error).splitlines()[0]}"]) from error
+
+    @property
+    def is_slice(self) -> bool:
+        """Only some paths of the tree were kept: not a whole model."""
+        return "only" in self.manifest
+
+    def token_map(self) -> np.ndarray | None:
+        """int32 [vocab]; None for a model without Engram."""
+        if not self.cfg.engram_layer_ids:
+            return None
+        found = np.load(self.path / TOKEN_MAP)
+        if found.dtype != np.int32 or found.shape != (self.cfg.vocab_size,):
+            raise CheckpointError(
+                [
+                    f"{self.path / TOKEN_MAP}: {found.dtype}{list(found.shape)}; expected "
+                    f"int32[{self.cfg.vocab_size}]"
+                ]
+            )
+        return found
+
+
+def is_converted(path: Path) -> bool:
+    """Whether the folder is a finished conversion, by its manifest."""
+    return (path / MANIFEST).is_file()
+
+
+def open_converted(path: str | Path, threads: int = 4) -> Converted:
+    """Open a converted folder; `CheckpointError` if it is unfinished, foreign or incomplete."""
+    path = Path(path)
+    if not is_converted(path):
+        partial = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
+        if partial.is_dir():
+            raise CheckpointError(
+                [f"{partial}: an unfinished conversion; run the converter again to finish it"]
+            )
+        raise CheckpointError([f"{path}: no {MANIFEST}; not a converted folder"])
+    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    if manifest.get("format") != FORMAT:
+        raise CheckpointError([f"{path / MANIFEST}: format is {manifest.get('format')!r}"])
+    if manifest.get("format_version") != FORMAT_VERSION:
+        raise CheckpointError(
+            [
+                f"{path / MANIFEST}: format_version {manifest.get('format_version')}, this version "
+                f"reads {FORMAT_VERSION}; convert the source again"
+            ]
+        )
+    try:
+        cfg = ModelConfig.from_json(path)
+    except ValueError as error:
+        raise CheckpointError([str(error)]) from None
+    table = names.table(cfg)
+    if "only" in manifest:
+        table = table.only([leaf for leaf in table.by_leaf if names.under(leaf, manifest["only"])])
+    problems = _account(path, manifest, table)
+    if problems:
+        raise CheckpointError(problems)
+    return Converted(path, cfg, manifest, table, store.context(threads))
+
+
+def _account(path: Path, manifest: dict[str, Any], table: names.Table) -> list[str]:
+    """Leaves on disk, leaves declared and tensors of the manifest must be the same sets."""
+    declared = {store.folder_name(leaf) for leaf in table.by_leaf}
+    present = {item.name for item in (path / WEIGHTS).iterdir() if item.is_dir()}
+    problems = [f"{path / WEIGHTS / name}: declared leaf missing" for name in declared - present]
+    problems += [f"{path / WEIGHTS / name}: not a declared leaf" for name in present - declared]
+    listed = set(manifest["tensors"])
+    for label, differing in (
+        ("does not list", set(table.by_name) - listed),
+        ("lists undeclared", listed - set(table.by_name)),
+    ):
+        if differing:
+            first = sorted(differing)[0]
+            problems.append(
+                f"{path / MANIFEST}: {label} {len(differing)} tensor(s), such as {first}"
+            )
+    return sorted(problems)

@@ -1,0 +1,117 @@
+"""What a conversion writes: the tree it aims at, cut into pieces of one shard file each.
+
+A `Job` is a target config with its name table and a recipe for each tensor. The native job copies
+every tensor; narrower jobs drop the vision tower (its config loses `vision_config`) or keep only
+some paths of the tree, which is how one layer of the real model becomes a benchmark's checkpoint.
+"""
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from converters import names, recipes, store
+from converters.check import Checked
+from converters.source import CheckpointError
+from deepinfer_jax.config import ModelConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """config: bytes of the config.json to write. options: what differs from a native copy."""
+
+    config: bytes
+    cfg: ModelConfig
+    table: names.Table
+    recipes: Mapping[str, recipes.Recipe]
+    options: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """Rows [begin, end) of a tensor, and the index of their place in the piece's buffer."""
+
+    entry: names.Entry
+    begin: int
+    end: int
+    at: tuple[int, ...]
+
+    @property
+    def last(self) -> bool:
+        return self.end == self.entry.shape[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One shard file of a leaf, `file` relative to the leaf's folder, and the rows that fill it."""
+
+    leaf: str
+    file: str
+    region: store.Region
+    parts: tuple[Part, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.leaf}/{self.file}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(axis.stop - axis.start for axis in self.region)
+
+
+def job(checked: Checked, text_only: bool = False, only: Sequence[str] = ()) -> Job:
+    """The native job of a checkpoint, narrowed on request.
+
+    only: path prefixes of the tree (`layers/3`, `embed`); the result is a slice, not a model.
+    """
+    source, table = checked.source, checked.table
+    config = (source.path / "config.json").read_bytes()
+    cfg, options = source.cfg, {}
+    if text_only:
+        options["text_only"] = True
+        raw = {key: value for key, value in source.config.items() if key != "vision_config"}
+        config = json.dumps(raw, indent=2).encode()
+        cfg = ModelConfig.from_hf(raw)
+        table = names.table(cfg)
+    if only:
+        options["only"] = sorted(only)
+        kept = [leaf for leaf in table.by_leaf if names.under(leaf, only)]
+        lonely = [
+            prefix for prefix in only if not any(names.under(leaf, [prefix]) for leaf in kept)
+        ]
+        if lonely:
+            raise CheckpointError([f"--only {lonely[0]}: no leaf of the tree is under this path"])
+        table = table.only(kept)
+    found = {name: checked.recipes[name] for name in table.by_name}
+    return Job(config, cfg, table, found, options)
+
+
+def pieces(
+    table: names.Table, shard_bytes: int
+) -> Iterator[tuple[str, store.Grid, tuple[Piece, ...]]]:
+    """(leaf, its grid, its pieces) in the order of the tree."""
+    for leaf, entries in table.by_leaf.items():
+        stack = len(entries[0].index)
+        cut = store.grid(table.params[leaf], stack, shard_bytes)
+        by_index = {entry.index: entry for entry in entries}
+        yield leaf, cut, tuple(_piece(leaf, cut, stack, by_index))
+
+
+def _piece(
+    leaf: str, cut: store.Grid, stack: int, by_index: Mapping[tuple[int, ...], names.Entry]
+) -> Iterator[Piece]:
+    for file, region in cut.shards():
+        lead, rows = region[:stack], region[stack]
+        parts = []
+        for at in np.ndindex(*(axis.stop - axis.start for axis in lead)):
+            index = tuple(axis.start + offset for axis, offset in zip(lead, at, strict=True))
+            parts.append(Part(by_index[index], rows.start, rows.stop, at))
+        yield Piece(leaf, file, region, tuple(parts))
+
+
+def nbytes(params: Mapping[str, Any], piece: Piece) -> int:
+    """Bytes of a piece's buffer."""
+    return math.prod(piece.shape) * np.dtype(params[piece.leaf].dtype).itemsize

@@ -1,0 +1,82 @@
+"""Progress of a long copy: a bar with bytes/s and time left on a terminal, lines elsewhere."""
+
+import sys
+import time
+from typing import TextIO
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.progress import Progress as Bar
+
+LINE_SECONDS = 10.0
+GIGA = 1e9
+
+
+class Progress:
+    """Counts bytes towards `total`; `done` bytes were there before (a resumed run).
+
+    Use as a context manager. stream: where to write (stderr by default). quiet: count only.
+    """
+
+    def __init__(
+        self,
+        label: str,
+        total: int,
+        done: int = 0,
+        stream: TextIO | None = None,
+        quiet: bool = False,
+    ):
+        self.label, self.total, self.done = label, total, done
+        self._first, self._start = done, time.monotonic()
+        self._stream, self._quiet = stream or sys.stderr, quiet
+        self._printed = self._start
+        self._bar = self._task = None
+
+    def __enter__(self) -> "Progress":
+        self._start = self._printed = time.monotonic()
+        if not self._quiet and self._stream.isatty():
+            self._bar = Bar(
+                TextColumn("{task.description}"),
+                BarColumn(),
+                DownloadColumn(),
+                TransferSpeedColumn(),
+                TimeRemainingColumn(),
+                console=Console(file=self._stream),
+            )
+            self._task = self._bar.add_task(self.label, total=self.total, completed=self.done)
+            self._bar.start()
+        elif not self._quiet and self._first:
+            self._line("resuming")
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+        elif not self._quiet:
+            self._line("finished" if kind is None else "stopped")
+
+    def advance(self, count: int, item: str = "") -> None:
+        """`count` more bytes are done; `item` says what they belong to."""
+        self.done += count
+        if self._bar is not None and self._task is not None:
+            text = f"{self.label} {item}"
+            self._bar.update(self._task, completed=self.done, description=text)
+        elif not self._quiet and time.monotonic() - self._printed >= LINE_SECONDS:
+            self._line(item)
+
+    def _line(self, item: str) -> None:
+        now = time.monotonic()
+        self._printed = now
+        rate = (self.done - self._first) / max(now - self._start, 1e-9)
+        left = f", {(self.total - self.done) / rate / 60:.1f} min left" if rate else ""
+        self._stream.write(
+            f"{self.label}: {self.done / GIGA:.2f} of {self.total / GIGA:.2f} GB, "
+            f"{rate / 1e6:.0f} MB/s{left} ({item})\n"
+        )
+        self._stream.flush()

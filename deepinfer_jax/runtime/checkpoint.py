@@ -1,0 +1,129 @@
+"""Weights onto devices, from an official safetensors folder or a converted folder.
+
+Both give the same bits. Each leaf is read straight into its shards: for every device the slice it
+holds, once for devices that hold the same one, so the host never has a second copy of a tensor and
+a converted folder is read only where this process's devices need it (`converters.store` cuts its
+chunks for that). Accounting is strict both ways: what the config declares must be there with its
+shape and dtype, and nothing else may be.
+"""
+
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from converters import converted, store
+from converters import safetensors_io as st
+from converters.check import Checked, examine
+from converters.source import CheckpointError, resolve
+from converters.token_map import token_map
+from deepinfer_jax import spec
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.model import transformer
+
+
+class Checkpoint(NamedTuple):
+    """weights: `transformer.Weights` of jax arrays. token_map: int32 [vocab] on the host, None
+    without Engram. tokenizer: path of `tokenizer.json`, which may not exist."""
+
+    cfg: ModelConfig
+    weights: transformer.Weights
+    token_map: np.ndarray | None
+    tokenizer: Path
+
+
+class Reader(Protocol):
+    """Gives regions of leaves as they are stored."""
+
+    def read(self, path: str, region: store.Region) -> np.ndarray: ...
+
+
+class Official:
+    """Regions of stacked leaves, put together from the tensors of an official folder."""
+
+    def __init__(self, checked: Checked):
+        self._checked, self._reader = checked, st.Reader()
+
+    def read(self, path: str, region: store.Region) -> np.ndarray:
+        """Reads whole rows: a tensor is stored by rows, so a column slice costs its rows."""
+        table = self._checked.table
+        param, entries = table.params[path], table.by_leaf[path]
+        stack = len(entries[0].index)
+        out = np.empty([axis.stop - axis.start for axis in region], param.dtype)
+        by_index = {entry.index: entry for entry in entries}
+        rows = region[stack]
+        buffer = np.empty((rows.stop - rows.start, *param.shape[stack + 1 :]), param.dtype)
+        for at in np.ndindex(out.shape[:stack]):
+            entry = by_index[tuple(axis.start + i for axis, i in zip(region, at, strict=False))]
+            recipe = self._checked.recipes[entry.name]
+            recipe.fill(self._reader, rows.start, rows.stop, buffer)
+            out[at] = buffer[(slice(None), *region[stack + 1 :])]
+        return out
+
+
+def read(
+    path: str | Path,
+    layout: Layout | None = None,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    partial: bool = False,
+) -> Checkpoint:
+    """Read a checkpoint onto the devices of a layout (one device without one).
+
+    path: official or converted folder, or a Hub id. mesh: defaults to `layout.mesh()`. partial:
+    accept a converted slice (`--only`); leaves it lacks are None. Raises `CheckpointError` with one
+    line a finding before any weight is read.
+    """
+    path = resolve(path)
+    if converted.is_converted(path) or not (path / "config.json").is_file():
+        found = converted.open_converted(path)
+        if found.is_slice and not partial:
+            raise CheckpointError(
+                [f"{path}: a slice with only {', '.join(found.manifest['only'])}, not a model"]
+            )
+        cfg, present, reader, classes = found.cfg, found.table.params, found, found.token_map()
+    else:
+        checked = examine(path)
+        cfg, present, reader = checked.source.cfg, checked.table.params, Official(checked)
+        classes = _token_map(path, cfg)
+    if layout is not None and mesh is None:
+        mesh = layout.mesh()
+
+    def leaf(key: tuple[Any, ...], param: spec.Param) -> jax.Array | None:
+        name = spec.path_name(key)
+        if name not in present:
+            return None
+        if layout is None or mesh is None:
+            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        else:
+            sharding = layout.sharding(param.axes, param.shape, mesh, name)
+        return place(reader, name, param, sharding)
+
+    weights = jax.tree_util.tree_map_with_path(leaf, transformer.abstract(cfg))
+    return Checkpoint(cfg, weights, classes, path / "tokenizer.json")
+
+
+def place(
+    reader: Reader, name: str, param: spec.Param, sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """One leaf, slice by slice: read, put on its devices, forget."""
+    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+        region = store.as_region(index, param.shape)
+        holders.setdefault(tuple((axis.start, axis.stop) for axis in region), []).append(device)
+    shards = []
+    for bounds, devices in holders.items():
+        data = reader.read(name, tuple(slice(*bound) for bound in bounds))
+        for device in devices:
+            one = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+            shards.append(jax.device_put(data, one))
+    jax.block_until_ready(shards)
+    return jax.make_array_from_single_device_arrays(param.shape, sharding, shards)
+
+
+def _token_map(path: Path, cfg: ModelConfig) -> np.ndarray | None:
+    if not cfg.engram_layer_ids:
+        return None
+    return token_map(path / "tokenizer.json", cfg.vocab_size, cfg.engram_compressed_vocab_size)
