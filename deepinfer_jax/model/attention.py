@@ -27,7 +27,7 @@ from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compressor import CompressorWeights
 from deepinfer_jax.model.indexer import IndexerWeights, Selection
-from deepinfer_jax.model.linear import dequantise, linear
+from deepinfer_jax.model.linear import dequantise, linear, linear_total
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
@@ -130,9 +130,8 @@ def queries(
     """The normed low-rank query (the indexer reads it too) and the rotated heads."""
     cfg = setup.cfg
     low = rms_norm(linear(setup, x, weights.wq_a), weights.q_norm, cfg.rms_norm_eps)
-    heads = linear(setup, low, weights.wq_b).reshape(-1, cfg.num_attention_heads, cfg.head_dim)
-    heads = rope.rotate(heads, rows.position, rope.inverse_frequencies(cfg, compressed))
-    return low, setup.layout.constrain(heads, ("rows", "heads", None), setup.phase)
+    heads = linear(setup, low, weights.wq_b).reshape(x.shape[0], -1, cfg.head_dim)
+    return low, rope.rotate(heads, rows.position, rope.inverse_frequencies(cfg, compressed))
 
 
 def window_rows(
@@ -237,10 +236,9 @@ def output(
         out = rope.rotate(
             out, rows.position, rope.inverse_frequencies(cfg, compressed), inverse=True
         )
-        grouped = out.reshape(
-            -1, cfg.o_groups, cfg.num_attention_heads // cfg.o_groups * cfg.head_dim
-        )
-        matrix = dequantise(weights.wo_a, out.dtype).reshape(cfg.o_groups, cfg.o_lora_rank, -1)
+        wide = cfg.num_attention_heads // cfg.o_groups * cfg.head_dim
+        grouped = out.reshape(out.shape[0], -1, wide)
+        matrix = dequantise(weights.wo_a, out.dtype).reshape(-1, cfg.o_lora_rank, wide)
         low = [
             row_matmul.matmul(
                 grouped[:, group],
@@ -249,9 +247,9 @@ def output(
                 invariant=numerics.invariant,
                 implementation=setup.kernels["row_matmul"],
             )
-            for group in range(cfg.o_groups)
+            for group in range(matrix.shape[0])
         ]
-        return linear(setup, jnp.concatenate(low, axis=-1), weights.wo_b)
+        return linear_total(setup, jnp.concatenate(low, axis=-1), weights.wo_b, "o_group")
 
 
 def _replaced(items: tuple, index: int, value: object) -> tuple:

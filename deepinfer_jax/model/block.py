@@ -76,7 +76,7 @@ def block(
 ) -> tuple[Hidden, Any]:
     """Both sublayers; `attend` maps normed rows to (output, state) and the state is handed back."""
     eps = setup.cfg.rms_norm_eps
-    streams = setup.layout.constrain(hidden.streams, ("rows", "stream", "embed"), setup.phase)
+    streams = hidden.streams
     mix = hyper.mixes(setup, weights.hc_attn, streams)
     x = rms_norm(hyper.collapse(streams, hidden.pre), weights.attn_norm, eps)
     capture.add("attn_in", layer, x)

@@ -76,10 +76,6 @@ def routed(
     """
     expert_axes, ffn_axes = layout.mesh_axes("expert"), layout.mesh_axes("ffn")
     row_axes = layout.mesh_axes("rows", phase)
-    if clash := set(ffn_axes) & {*expert_axes, *row_axes}:
-        raise ValueError(
-            f"layout {layout.name!r}: 'ffn' shares mesh axis {sorted(clash)} with experts or rows"
-        )
     encode, decode = wire or (lambda rows: rows, lambda rows: rows)
 
     if layout.moe_dispatch != "gather" and expert_axes:

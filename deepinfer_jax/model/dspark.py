@@ -19,13 +19,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, hyper
+from deepinfer_jax.model import attention, hyper, parallel
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model.block import BlockWeights, Hidden
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.head import head_logits
+from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.linear import linear
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
@@ -115,7 +115,7 @@ def draft_block(
     with jax.named_scope("dspark"):
         cfg = setup.cfg
         hidden = Hidden(
-            hyper.expand(embed[rows.token].astype(setup.dtype), cfg),
+            hyper.expand(embedded(setup, embed, rows.token), cfg),
             hyper.first_pre(rows.size, cfg),
         )
         for plan, stage in zip(cfg.draft_plan, weights.stages, strict=True):
@@ -146,9 +146,13 @@ def correct(
 ) -> tuple[Float32[Array, "groups vocab"], Float32[Array, " groups"]]:
     """Logits of one draft row given the token before it, and the row's confidence (a logit)."""
     with jax.named_scope("dspark_markov"):
-        before = weights.markov_embed[previous]
-        bias = linear(
-            setup, before.astype(jnp.float32), weights.markov_head, dtype=jnp.dtype(jnp.float32)
+        before = parallel.take(weights.markov_embed, previous, setup.layout, "vocab", setup.phase)
+        bias = parallel.columns(
+            lambda rows: linear(setup, rows, weights.markov_head, dtype=jnp.dtype(jnp.float32)),
+            before.astype(jnp.float32),
+            setup.layout,
+            "vocab",
+            setup.phase,
         )
         features = jnp.concatenate([x.astype(jnp.float32), before.astype(jnp.float32)], axis=-1)
         confidence = linear(setup, features, weights.confidence, dtype=jnp.dtype(jnp.float32))

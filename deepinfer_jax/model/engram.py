@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import parallel
 from deepinfer_jax.model.linear import linear
 from deepinfer_jax.model.norm import inverse_rms
 from deepinfer_jax.model.setup import Setup
@@ -64,7 +65,7 @@ def engram(
     """The streams with the memory's value added."""
     with jax.named_scope("engram"):
         cfg = setup.cfg
-        memory = read_table(weights.table, table_rows, setup.dtype)
+        memory = read_table(setup, weights.table, table_rows)
         projected = linear(setup, memory, weights.wkv)
         split = cfg.hc_mult * cfg.hidden_size
         key = projected[:, :split].reshape(-1, cfg.hc_mult, cfg.hidden_size).astype(jnp.float32)
@@ -80,9 +81,10 @@ def engram(
 
 
 def read_table(
-    table: Quantized, table_rows: Int32[Array, "rows columns"], dtype: jnp.dtype
+    setup: Setup, table: Quantized, table_rows: Int32[Array, "rows columns"]
 ) -> Float[Array, "rows width"]:
     """The addressed rows, decoded and concatenated in column order."""
-    values = table.values[table_rows].astype(jnp.float32)
-    spread = jnp.repeat(formats.scale_bytes(table.scales)[table_rows], formats.GROUP, axis=-1)
-    return formats.apply_e8m0(values, spread).reshape(table_rows.shape[0], -1).astype(dtype)
+    found = parallel.take(table, table_rows, setup.layout, "engram_rows", setup.phase)
+    spread = jnp.repeat(formats.scale_bytes(found.scales), formats.GROUP, axis=-1)
+    memory = formats.apply_e8m0(found.values.astype(jnp.float32), spread)
+    return memory.reshape(table_rows.shape[0], -1).astype(setup.dtype)

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int32
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import cache as caches
-from deepinfer_jax.model import quant, rope
+from deepinfer_jax.model import parallel, quant, rope
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.linear import linear
@@ -94,10 +94,19 @@ def select(
     with jax.named_scope("indexer"):
         cfg = setup.cfg
         heads, dim = cfg.index_n_heads, cfg.index_head_dim
-        query = linear(setup, latent_query, weights.wq_b).reshape(-1, heads, dim)
+        query, head_weight = (
+            parallel.columns(
+                lambda rows, weight=weight: linear(setup, rows, weight),
+                inputs,
+                setup.layout,
+                "index_heads",
+                setup.phase,
+            )
+            for inputs, weight in ((latent_query, weights.wq_b), (x, weights.weights_proj))
+        )
+        query = query.reshape(-1, heads, dim)
         query = rope.rotate(query, rows.position, rope.inverse_frequencies(cfg, compressed=True))
         query = quant.load_index(quant.store_index(query, setup.numerics.cache_qdq), setup.dtype)
-        head_weight = linear(setup, x, weights.weights_proj)
         head_weight = head_weight * jnp.asarray(dim**-0.5 * heads**-0.5, head_weight.dtype)
         visible = jnp.where(
             occupied(rows), (to_rectangle(rows, rows.position) + 1) // plan.ratio, 0

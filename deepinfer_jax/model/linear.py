@@ -8,6 +8,7 @@ it is.
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from deepinfer_jax.model import parallel
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized
 from pallas_kernels import formats, row_matmul
@@ -28,6 +29,17 @@ def linear(
         invariant=setup.numerics.invariant,
         implementation=setup.kernels["row_matmul"],
     )
+
+
+def linear_total(
+    setup: Setup, x: Float[Array, "rows k"], weight: Leaf, logical: str
+) -> Float[Array, "rows n"]:
+    """`linear` whose contraction may be sharded: `logical` is the weight's column axis. Partial
+    sums are added in float32 before the one rounding."""
+    if not setup.layout.mesh_axes(logical):
+        return linear(setup, x, weight)
+    partial = linear(setup, x, weight, dtype=jnp.dtype(jnp.float32))
+    return parallel.total(partial, setup.layout, logical).astype(x.dtype)
 
 
 def dequantise(weight: Leaf, dtype: jnp.dtype) -> Float[Array, "*lead n k"]:

@@ -16,11 +16,12 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model import dispatch
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.linear import linear
+from deepinfer_jax.model.linear import linear, linear_total
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
-from pallas_kernels import grouped_gemm, row_matmul
+from pallas_kernels import formats, grouped_gemm, row_matmul
 
 SUM_EPS = 1e-20  # of the routing weights; a constant of its own, not the norm's epsilon
 
@@ -123,33 +124,50 @@ def routed_experts(
     chosen: Int32[Array, "rows k"],
     route_weight: Float32[Array, "rows k"],
 ) -> Float32[Array, "rows d"]:
-    """sum over the chosen experts, float32, in ascending order of expert id; 0 for invalid rows."""
+    """Sum over the chosen experts, float32, in ascending order of expert id; 0 for invalid rows.
+
+    With `act_quant` rows travel to other devices' experts as e4m3 with their scales: the experts
+    would round them to the same values.
+    """
     with jax.named_scope("experts"):
-        rows, k = chosen.shape
         stacked, w2 = _parts(weights.w13), _parts(weights.w2)
-        experts = stacked[0].shape[0]
-        flat = jnp.where(valid[:, None], chosen, experts).reshape(-1)
-        order = jnp.argsort(flat, stable=True)
-        sizes = jnp.bincount(flat, length=experts + 1)[:experts].astype(jnp.int32)
         options = {
             "act_quant": setup.numerics.act_quant,
             "implementation": setup.kernels["grouped_gemm"],
         }
-        hidden = grouped_gemm.gate_up(
-            x[order // k],
-            *stacked,
-            sizes,
-            route_weight.reshape(-1)[order],
-            limit=setup.cfg.swiglu_limit,
-            **options,
+
+        def mlp(x: Array, sizes: Array, weight: Array) -> Array:
+            hidden = grouped_gemm.gate_up(
+                x, *stacked, sizes, weight, limit=setup.cfg.swiglu_limit, **options
+            )
+            return grouped_gemm.down(hidden, *w2, sizes, **options)
+
+        return dispatch.routed(
+            x,
+            jnp.where(valid[:, None], chosen, -1),
+            route_weight,
+            stacked[0].shape[0],
+            mlp,
+            layout=setup.layout,
+            phase=setup.phase,
+            exact=setup.numerics.invariant,
+            wire=_wire(x.shape[1], x.dtype) if setup.numerics.act_quant else None,
         )
-        sorted_out = grouped_gemm.down(hidden, *w2, sizes, **options)
-        out = jnp.zeros_like(sorted_out).at[order].set(sorted_out, unique_indices=True)
-        slots = out.reshape(rows, k, -1).astype(jnp.float32)
-        total = slots[:, 0]
-        for slot in range(1, k):
-            total = total + slots[:, slot]
-        return total
+
+
+def _wire(width: int, dtype: jnp.dtype) -> dispatch.Wire:
+    """What travels: e4m3 values and one e8m0 byte for 32 channels."""
+
+    def decode(sent: tuple[Array, Array]) -> Array:
+        spread = jnp.repeat(sent[1], formats.GROUP, axis=-1)
+        rows = formats.apply_e8m0(sent[0].astype(jnp.float32), spread)
+        return rows[:, :width].astype(dtype)
+
+    def encode(x: Array) -> tuple[Array, Array]:
+        values, scales = formats.quantise_activations(x)
+        return values, (jax.lax.bitcast_convert_type(scales, jnp.uint32) >> 23).astype(jnp.uint8)
+
+    return encode, decode
 
 
 def shared_expert(
@@ -161,7 +179,7 @@ def shared_expert(
         gate = linear(setup, x, weights.shared_w1).astype(jnp.float32)
         up = linear(setup, x, weights.shared_w3).astype(jnp.float32)
         hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-        return linear(setup, hidden.astype(x.dtype), weights.shared_w2)
+        return linear_total(setup, hidden.astype(x.dtype), weights.shared_w2, "ffn")
 
 
 def _parts(weight: Leaf) -> tuple[Leaf, Leaf | None]:

@@ -5,7 +5,8 @@ inside sees local arrays only (its own rows, slots, pages, heads, experts) and c
 no wrapping. What crosses devices is written where it happens; on one device it is the identity:
 
     total   partial sums over a sharded contraction (heads -> wo_b, ffn -> w2)   all-reduce
-    whole   shards of an output axis put together (vocabulary, context rows)     all-gather
+    whole   shards of an array axis put together (context rows)                  all-gather
+    columns a product with a weight sharded by outputs (vocabulary)              all-gather
     take    rows of a table sharded by rows (embedding, Engram)                  exchange
     remote  a function computed where an item belongs (experts)                  exchange
 
@@ -14,6 +15,7 @@ rounds, nothing is dropped and no buffer grows. Every item is computed by itself
 an item does not depend on the round it travels in.
 """
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,10 +23,52 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Int, Int32, Shaped
+from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.spec import path_name
+from deepinfer_jax.spec import Param, path_name
+
+
+UNSHARDED = ("stream", "embed", "q_rank", "kv")
+
+
+def placed(declared: Any, layout: Layout) -> Any:
+    """Declared parameters as they lie on devices: Engram rows rounded up to a multiple of the
+    shards (the released tables divide by 2 only; no row past the end is ever addressed)."""
+    ways = layout.ways("engram_rows")
+
+    def leaf(param: Param) -> Param:
+        if "engram_rows" not in param.axes:
+            return param
+        rows = -(-param.shape[0] // ways) * ways
+        return dataclasses.replace(param, shape=(rows, *param.shape[1:]))
+
+    return jax.tree.map(leaf, declared)
+
+
+def check(layout: Layout, phase: str | None = None) -> None:
+    """Raises ValueError for a layout that this model does not implement, naming both rules."""
+
+    def rule(logical: str) -> tuple[str, ...]:
+        return layout.mesh_axes(logical, phase)
+
+    where = f"layout {layout.name!r}"
+    for logical in UNSHARDED:
+        if rule(logical):
+            raise ValueError(f"{where}: {logical} -> {rule(logical)}; the model keeps it whole")
+    for one, other in (("heads", "o_group"), ("slots", "pages")):
+        if rule(one) != rule(other):
+            raise ValueError(
+                f"{where}: {one} -> {rule(one)} but {other} -> {rule(other)}; they go together"
+            )
+    rows = rule("rows")
+    if rows[: len(rule("slots"))] != rule("slots"):
+        raise ValueError(f"{where}: rows -> {rows} must begin with slots -> {rule('slots')}")
+    for logical in ("heads", "ffn"):
+        if clash := set(rule(logical)) & set(rows):
+            raise ValueError(f"{where}: {logical} and rows both on mesh axis {sorted(clash)}")
+    if clash := set(rule("ffn")) & set(rule("expert")):
+        raise ValueError(f"{where}: ffn and expert both on mesh axis {sorted(clash)}")
 
 
 def specs(declared: Any, layout: Layout, phase: str | None = None) -> Any:
@@ -64,6 +108,30 @@ def whole(
     """The shards of a logical axis joined along array axis ``axis``."""
     axes = layout.mesh_axes(logical, phase)
     return lax.all_gather(x, axes, axis=axis, tiled=True) if axes else x
+
+
+def columns(
+    function: Callable[[Array], Array],
+    x: Float[Array, "rows d"],
+    layout: Layout,
+    logical: str,
+    phase: str | None = None,
+) -> Float[Array, "rows n"]:
+    """All columns of ``function(x)``, a product with a weight whose output axis is ``logical``.
+
+    Shards that work on the same rows join their columns. Shards that work on different rows
+    compute everybody's rows and hand each its own.
+    """
+    axes, row_axes = layout.mesh_axes(logical), layout.mesh_axes("rows", phase)
+    if not set(axes) & set(row_axes):
+        return whole(function(x), layout, logical, axis=1)
+    if not set(axes) <= set(row_axes):
+        raise ValueError(
+            f"layout {layout.name!r}: {logical!r} -> {axes} shares only some mesh axes with rows "
+            f"-> {row_axes}; expected all or none"
+        )
+    y = function(lax.all_gather(x, axes, tiled=True))
+    return lax.all_to_all(y, axes, split_axis=0, concat_axis=1, tiled=True)
 
 
 def take(

@@ -16,7 +16,8 @@ because what lies behind is read from one source's compressed entries (V4.1 repo
 reference runs every row through every layer; so does `forward`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import flax.struct
 import jax
@@ -24,7 +25,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, dspark, engram, engram_hash, hyper, vision
+from deepinfer_jax.model import attention, dspark, engram, engram_hash, hyper, parallel, vision
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
@@ -32,14 +33,14 @@ from deepinfer_jax.model.block import BlockWeights, Hidden
 from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.dspark import DraftWeights
-from deepinfer_jax.model.head import head_logits
+from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.vision import VisionWeights
 from deepinfer_jax.schedule import LayerPlan
-from deepinfer_jax.spec import Leaf, norm, plain
+from deepinfer_jax.spec import Leaf, Param, norm, plain
 
 
 @flax.struct.dataclass
@@ -104,19 +105,23 @@ def forward(
     ...]).
 
     Places at or past a sequence's length are padding: they influence nothing and their logits mean
-    nothing.
+    nothing. Under a layout sequences are spread over the shards of "slots".
     """
-    recorder = Capture(capture)
-    rows, cache = whole_sequences(setup, tokens, lengths, ring=0)
-    out = trunk(setup, weights, rows, cache, recorder)
-    x = collapse(setup, weights, out.hidden, recorder)
-    logits = head_logits(setup, x, weights.norm, weights.head)
 
-    def unpack(value: Array) -> Array:
-        whole = value.shape[0] == rows.size
-        return value.reshape(*tokens.shape, *value.shape[1:]) if whole else value
+    def local(weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Any]:
+        recorder = Capture(capture)
+        rows, cache = whole_sequences(setup, tokens, lengths, ring=0)
+        out = trunk(setup, weights, rows, cache, recorder)
+        x = collapse(setup, weights, out.hidden, recorder)
+        logits = head_logits(setup, x, weights.norm, weights.head)
 
-    return unpack(logits), jax.tree.map(unpack, recorder.found)
+        def unpack(value: Array) -> Array:
+            whole = value.shape[0] == rows.size
+            return value.reshape(*tokens.shape, *value.shape[1:]) if whole else value
+
+        return unpack(logits), jax.tree.map(unpack, recorder.found)
+
+    return _over_sequences(setup, local, weights, tokens, lengths)
 
 
 def draft(
@@ -130,26 +135,59 @@ def draft(
     """Greedy DSpark block after each sequence's own greedy next token: ids, logits, confidences
     (logits)."""
     cfg = setup.cfg
-    recorder = Capture()
-    rows, cache = whole_sequences(setup, tokens, lengths, ring=caches.ring_size(cfg))
-    out = trunk(setup, weights, rows, cache, recorder)
-    cache = dspark.remember(setup, weights.draft, rows, out.cache, out.taps)
-    x = collapse(setup, weights, out.hidden, recorder)[rows.last()]
-    anchor = jnp.argmax(head_logits(setup, x, weights.norm, weights.head), axis=-1).astype(
-        jnp.int32
-    )
-    noise = jnp.full((rows.groups, cfg.dspark_block_size), cfg.dspark_noise_token_id, jnp.int32)
-    block_rows = row_lists.rectangle(
-        noise.at[:, 0].set(anchor),
-        start=rows.start + rows.count,
-        count=jnp.full_like(rows.count, cfg.dspark_block_size),
-        slot=rows.slot,
-        pages=rows.pages,
-    )
-    state = dspark.draft_block(
-        setup, weights.draft, weights.embed, weights.head, block_rows, cache, recorder
-    )
-    return dspark.draft_greedy(setup, weights.draft, state, anchor)
+
+    def local(weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Array, Array]:
+        recorder = Capture()
+        rows, cache = whole_sequences(setup, tokens, lengths, ring=caches.ring_size(cfg))
+        out = trunk(setup, weights, rows, cache, recorder)
+        cache = dspark.remember(setup, weights.draft, rows, out.cache, out.taps)
+        x = collapse(setup, weights, out.hidden, recorder)[rows.last()]
+        anchor = jnp.argmax(head_logits(setup, x, weights.norm, weights.head), axis=-1)
+        anchor = anchor.astype(jnp.int32)
+        noise = jnp.full((rows.groups, cfg.dspark_block_size), cfg.dspark_noise_token_id, jnp.int32)
+        block_rows = row_lists.rectangle(
+            noise.at[:, 0].set(anchor),
+            start=rows.start + rows.count,
+            count=jnp.full_like(rows.count, cfg.dspark_block_size),
+            slot=rows.slot,
+            pages=rows.pages,
+        )
+        state = dspark.draft_block(
+            setup, weights.draft, weights.embed, weights.head, block_rows, cache, recorder
+        )
+        return dspark.draft_greedy(setup, weights.draft, state, anchor)
+
+    return _over_sequences(setup, local, weights, tokens, lengths)
+
+
+def weight_specs(setup: Setup, weights: Weights) -> Weights:
+    """PartitionSpecs of a weights tree under the layout; parts it leaves out are left out."""
+    declared = abstract(setup.cfg)
+    parts = {
+        name: getattr(declared, name) if getattr(weights, name) is not None else None
+        for name in ("draft", "vision", "image_start", "image_end", "image_newline")
+    }
+    if weights.token_map is not None:
+        parts["token_map"] = Param(weights.token_map.shape, "int32", (None,))
+    return parallel.specs(parallel.placed(declared.replace(**parts), setup.layout), setup.layout)
+
+
+def _over_sequences(
+    setup: Setup,
+    local: Callable[..., Any],
+    weights: Weights,
+    tokens: Int32[Array, "batch seq"],
+    lengths: Int32[Array, " batch"],
+) -> Any:
+    """`local` over each shard's sequences; empty ones pad the batch to a multiple."""
+    parallel.check(setup.layout, setup.phase)
+    batch = tokens.shape[0]
+    more = -batch % setup.layout.ways("slots", setup.phase)
+    tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
+    own = setup.layout.spec(("slots",), lengths.shape, "sequences", setup.phase)
+    specs = (weight_specs(setup, weights), own, own)
+    out = parallel.spmd(setup.layout, local, specs, own)(weights, tokens, lengths)
+    return jax.tree.map(lambda leaf: leaf[:batch], out) if more else out
 
 
 def whole_sequences(
@@ -187,7 +225,7 @@ def trunk(
     """
     cfg = setup.cfg
     hidden = Hidden(
-        hyper.expand(weights.embed[rows.token].astype(setup.dtype), cfg),
+        hyper.expand(embedded(setup, weights.embed, rows.token), cfg),
         hyper.first_pre(rows.size, cfg),
     )
     table_rows: dict[int, Int32[Array, "rows columns"]] = {}

@@ -149,9 +149,3 @@ def test_replicas_change_no_bits():
     moved = (args[0], np.asarray(index), args[2], args[3][physical], args[4][physical])
     want = run(args, Layout.single())
     np.testing.assert_array_equal(run(moved, layout(*LAYOUTS["ep"], "alltoall")), want)
-
-
-def test_mistakes_are_named():
-    clash = layout({"tensor": 4}, {"ffn": ["tensor"], "rows": ["tensor"]}, "gather")
-    with pytest.raises(ValueError, match="'ffn' shares mesh axis"):
-        run(inputs("uniform"), clash)

@@ -76,3 +76,20 @@ def test_total_and_whole():
     np.testing.assert_array_equal(summed, x.sum(axis=1))
     np.testing.assert_array_equal(gathered, x)
     np.testing.assert_array_equal(same, x)
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        ({"embed": "a"}, r"embed -> \('a',\); the model keeps it whole"),
+        ({"heads": "a"}, r"heads -> \('a',\) but o_group -> \(\); they go together"),
+        ({"slots": "a"}, "slots -> .* but pages -> .*; they go together"),
+        ({"slots": "a", "pages": "a", "rows": "b"}, r"rows -> \('b',\) must begin with slots"),
+        ({"ffn": "a", "rows": "a"}, r"ffn and rows both on mesh axis \['a'\]"),
+        ({"ffn": "a", "expert": "a"}, r"ffn and expert both on mesh axis \['a'\]"),
+    ],
+)
+def test_layouts_the_model_does_not_implement(rules, message):
+    under = Layout("odd", (("a", 2), ("b", 4)), tuple((k, (v,)) for k, v in rules.items()))
+    with pytest.raises(ValueError, match=f"layout 'odd': {message}"):
+        parallel.check(under)
