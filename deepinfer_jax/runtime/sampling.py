@@ -1,0 +1,295 @@
+"""From logits to a token: the options of ``SamplingParams`` on the device, one row at a time.
+
+Order (fixed by the public interface): penalties; bias, bans, allowed ids, stop ids before
+``min_tokens``; grammar mask; temperature; top-k; top-p over what top-k left; min-p; Gumbel-max
+
+    token = argmax_v (z_v + g_v),   z = log-weights with maximum 0, -inf where v cannot be emitted,
+
+with the noise g of ``noise.py``. Temperature 0 makes z one-hot at the argmax, so that every later
+step (sampling, verification of drafts, processed log-probabilities) needs no second path. All ties
+go to the lowest id. A row whose logits hold NaN or +inf, or of which nothing is left, is not valid:
+its token means nothing and the engine ends that request.
+
+A row's result is bit for bit the same whatever the other rows are and in whatever bucket it runs:
+all is elementwise, or a maximum, or a sum of integers. Probability mass is counted in units of
+2^-42 of the likeliest token (three limbs of 14 bits in uint32), so no order of summation shows; the
+top-k and top-p sets are found by bisection over the sort keys of the logits, without a sort.
+Names: "rows" predictions, "slots" sequences, "vocab" rows of the head.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jax import lax
+from jaxtyping import Array, Bool, Float, Int32, UInt32
+
+from deepinfer_jax.runtime.noise import SAMPLE, gumbel
+from deepinfer_jax.runtime.sampling_state import MAX_VOCAB, Leaf, RowParams, Tables
+
+LIMB = 14  # bits; three limbs hold a mass, and up to MAX_VOCAB of them add up in a uint32
+Limbs = tuple[Array, Array, Array]  # high, mid, low; uint32
+
+
+@struct.dataclass
+class Sampled:
+    """token int32 [rows]; valid bool [rows]; logprob f32 [rows] of the token, and of the likeliest
+    ids: top_ids int32, top_logprobs f32 [rows, top], each of the kind the row asked for."""
+
+    token: Leaf
+    valid: Leaf
+    logprob: Leaf
+    top_ids: Leaf
+    top_logprobs: Leaf
+
+
+ZERO, ONE = np.uint32(0), np.uint32(1)
+Kept = Bool[Array, "rows vocab"]
+
+
+def adjust(
+    logits: Float[Array, "rows vocab"],
+    params: RowParams,
+    tables: Tables,
+    slot: Int32[Array, " rows"],
+    position: Int32[Array, " rows"],
+    earlier: Int32[Array, "rows width"] | None = None,
+    allowed: Bool[Array, "rows vocab"] | None = None,
+) -> Float[Array, "rows vocab"]:
+    """Logits after penalties, biases, bans, stop ids held back and the grammar mask; -inf: banned.
+
+    position: absolute position of the token that a row predicts. earlier: ids already fed in this
+    step, in front of the row's prediction, that the tables do not count yet (drafts), -1 for none;
+    so each row sees the counts it would see if tokens were decoded one by one.
+    """
+    rows, vocab = logits.shape
+
+    def change(logits):
+        output = jnp.take(tables.output, slot, axis=0, mode="clip")
+        if earlier is not None:
+            row = jnp.broadcast_to(jnp.arange(rows)[:, None], earlier.shape)
+            ids = jnp.where(earlier < 0, vocab, earlier)
+            output = output.at[row, ids].add(1, mode="drop")
+        seen = jnp.take(tables.prompt, slot, axis=0, mode="clip") | (output > 0)
+        repetition = params.repetition[:, None]
+        repeated = jnp.where(logits > 0, logits / repetition, logits * repetition)
+        logits = jnp.where(seen & (repetition != 1), repeated, logits)
+        logits = logits - params.frequency[:, None] * output.astype(jnp.float32)
+        logits = logits - jnp.where(output > 0, params.presence[:, None], 0.0)
+        bias = jnp.take(tables.bias, slot, axis=0, mode="clip")
+        logits = jnp.where(params.shaped[:, None], logits + bias, logits)
+        stop = jnp.take(tables.stop, slot, axis=0, mode="clip")
+        early = (position < params.stop_from)[:, None]
+        return jnp.where(stop & early, -jnp.inf, logits)
+
+    asked = (
+        (params.repetition != 1)
+        | (params.presence != 0)
+        | (params.frequency != 0)
+        | params.shaped
+        | (position < params.stop_from)
+    )
+    logits = lax.cond(jnp.any(asked), change, lambda logits: logits, logits)
+    return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
+
+
+def _order(values: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
+    """Unsigned keys in the order of the floats; -0.0 is 0.0, NaN does not occur."""
+    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
+    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(2**31))
+
+
+def _limbs(weight: Float[Array, "..."]) -> Limbs:
+    """A weight as integers: units of 2^-14, 2^-28 and 2^-42, each limb below 2^14 (first: any)."""
+    high = jnp.floor(weight * 2**LIMB)
+    rest = weight * 2**LIMB - high
+    mid = jnp.floor(rest * 2**LIMB)
+    low = jnp.floor((rest * 2**LIMB - mid) * 2**LIMB)
+    return high.astype(jnp.uint32), mid.astype(jnp.uint32), low.astype(jnp.uint32)
+
+
+def _mass(limbs: Limbs, kept: Kept) -> Limbs:
+    """Exact sum of the kept weights, carried: the same in every order of summation."""
+    high, mid, low = (jnp.sum(jnp.where(kept, x, ZERO), -1, dtype=jnp.uint32) for x in limbs)
+    mid = mid + (low >> LIMB)
+    high = high + (mid >> LIMB)
+    return high, mid & (2**LIMB - 1), low & (2**LIMB - 1)
+
+
+def _real(mass: Limbs) -> Float[Array, " rows"]:
+    high, mid, low = (limb.astype(jnp.float32) for limb in mass)
+    return (high + (mid + low * 2.0**-LIMB) * 2.0**-LIMB) * 2.0**-LIMB
+
+
+def _at_least(mass: Limbs, target: Limbs) -> Bool[Array, " rows"]:
+    (a, b, c), (x, y, z) = mass, target
+    return (a > x) | ((a == x) & ((b > y) | ((b == y) & (c >= z))))
+
+
+def _prefix(
+    order: UInt32[Array, "rows vocab"],
+    asked: Bool[Array, " rows"],
+    reached: Callable[[Kept], Array],
+) -> Kept:
+    """The shortest prefix, in the order (key falling, id rising), of which ``reached`` is true.
+
+    ``reached`` maps a set to bool [rows], grows with the set and is true of all ids together.
+    Bisection over the 32 bits of the last key in the prefix; where several ids share that key,
+    a second one over the ids. Rows that are not ``asked`` keep everything.
+    """
+    rows, vocab = order.shape
+
+    def key_bit(step, key):
+        longer = key | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
+        return jnp.where(reached(order >= longer[:, None]), longer, key)
+
+    last = lax.fori_loop(0, 32, key_bit, jnp.zeros(rows, jnp.uint32))[:, None]
+    above, equal = order > last, order == last
+    ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
+
+    def among_equals(_):
+        bits = vocab.bit_length()
+
+        def id_bit(step, low):  # the largest count of ids that does not reach yet
+            more = low + (jnp.int32(1) << (bits - 1 - step))
+            short = ~reached(above | (equal & (ids < more[:, None])))
+            return jnp.where(short & (more <= vocab), more, low)
+
+        low = lax.fori_loop(0, bits, id_bit, jnp.zeros(rows, jnp.int32))
+        return above | (equal & (ids <= low[:, None]))
+
+    shared = jnp.any(asked & (jnp.sum(equal, -1, dtype=jnp.int32) > 1))
+    return ~asked[:, None] | lax.cond(shared, among_equals, lambda _: above | equal, None)
+
+
+def distribution(
+    logits: Float[Array, "rows vocab"], params: RowParams
+) -> Float[Array, "rows vocab"]:
+    """Log-weights z of what may be emitted: maximum 0, -inf for the rest, after temperature, top-k,
+    top-p and min-p. Greedy rows: 0 at the argmax alone. A row of -inf stays one."""
+    ids = jnp.arange(logits.shape[-1], dtype=jnp.int32)[None, :]
+    top = jnp.max(logits, -1, keepdims=True)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    hot = params.temperature > 0
+    # Subtracting first keeps tiny temperatures finite: the maximum is 0 whatever divides it.
+    z = (logits - top) / jnp.clip(params.temperature, 1e-30, 1e30)[:, None]
+    best = jnp.argmax(logits, -1).astype(jnp.int32)[:, None]
+    z = jnp.where(hot[:, None] | ((ids == best) & (logits > -jnp.inf)), z, -jnp.inf)
+
+    by_count = hot & (params.top_k > 0)
+    by_mass = hot & (params.top_p < 1)
+    order = _order(logits)
+
+    def count_cut(z):
+        wanted = jnp.minimum(params.top_k, jnp.sum(z > -jnp.inf, -1, dtype=jnp.int32))
+        kept = _prefix(order, by_count, lambda kept: jnp.sum(kept, -1, dtype=jnp.int32) >= wanted)
+        return jnp.where(kept, z, -jnp.inf)
+
+    def mass_cut(z):
+        limbs = _limbs(jnp.exp(z))
+        total = _mass(limbs, jnp.ones(z.shape, jnp.bool_))
+        a, b, c = _limbs(_real(total) * params.top_p)
+        # Between one unit and all there is, whatever the product was rounded to.
+        c = jnp.where((a | b | c) == 0, ONE, c)
+        within = _at_least(total, (a, b, c))
+        a, b, c = (jnp.where(within, w, t) for w, t in zip((a, b, c), total, strict=True))
+        kept = _prefix(order, by_mass, lambda kept: _at_least(_mass(limbs, kept), (a, b, c)))
+        return jnp.where(kept, z, -jnp.inf)
+
+    z = lax.cond(jnp.any(by_count), count_cut, lambda z: z, z)
+    z = lax.cond(jnp.any(by_mass), mass_cut, lambda z: z, z)
+    return jnp.where(z >= jnp.log(params.min_p)[:, None], z, -jnp.inf)
+
+
+def choose(
+    z: Float[Array, "rows vocab"],
+    params: RowParams,
+    position: Int32[Array, " rows"],
+    purpose: int = SAMPLE,
+) -> Int32[Array, " rows"]:
+    """Gumbel-max sample of the distribution z, with the noise of the position and the purpose."""
+    ids = jnp.arange(z.shape[-1], dtype=jnp.int32)
+
+    def noisy(z):
+        return jnp.argmax(z + gumbel(params.key, position, purpose, ids), -1).astype(jnp.int32)
+
+    def plain(z):
+        return jnp.argmax(z, -1).astype(jnp.int32)
+
+    return lax.cond(jnp.any(params.temperature > 0), noisy, plain, z)
+
+
+def log_normaliser(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
+    """log sum exp of each row, float32; the sum is exact to 2^-42 of its largest term an id."""
+    top = jnp.max(values, -1)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    weight = _limbs(jnp.exp(values - top[:, None]))
+    return top + jnp.log(_real(_mass(weight, jnp.ones(values.shape, jnp.bool_))))
+
+
+def report(
+    values: Float[Array, "rows vocab"],
+    token: Int32[Array, " rows"],
+    wanted: Int32[Array, " rows"],
+    top: int,
+) -> tuple[Float[Array, " rows"], Int32[Array, "rows top"], Float[Array, "rows top"]]:
+    """Log-probability of each row's token and its ``top`` likeliest ids (ties: lowest id first).
+
+    values: logits or log-weights; wanted: as ``RowParams.logprobs``. Where no row wants any, the
+    work is skipped and zeros come back.
+    """
+    rows, vocab = values.shape
+    top = min(top, vocab)
+
+    def asked(values):
+        norm = log_normaliser(values)
+        chosen = jnp.take_along_axis(values, jnp.clip(token, 0, vocab - 1)[:, None], axis=-1)
+        return chosen[:, 0] - norm, norm
+
+    def likeliest(norm):
+        best, ids = lax.top_k(values, top)
+        return ids.astype(jnp.int32), best - norm[:, None]
+
+    def nothing(norm):
+        return jnp.zeros((rows, top), jnp.int32), jnp.zeros((rows, top), jnp.float32)
+
+    zeros = jnp.zeros(rows, jnp.float32)
+    logprob, norm = lax.cond(jnp.any(wanted >= 0), asked, lambda _: (zeros, zeros), values)
+    if top == 0:
+        return (logprob, *nothing(norm))
+    return (logprob, *lax.cond(jnp.any(wanted > 0), likeliest, nothing, norm))
+
+
+def sample(
+    logits: Float[Array, "rows vocab"],
+    params: RowParams,
+    tables: Tables,
+    slot: Int32[Array, " rows"],
+    position: Int32[Array, " rows"],
+    *,
+    earlier: Int32[Array, "rows width"] | None = None,
+    allowed: Bool[Array, "rows vocab"] | None = None,
+    forced: Int32[Array, " rows"] | None = None,
+    top: int = 0,
+) -> Sampled:
+    """One token a row; arguments as of ``adjust``, ``params`` already one entry a row.
+
+    forced: ids that replace the sampled ones (-1: none); their log-probabilities are of the
+    distribution that would have been sampled from. Raises ValueError above MAX_VOCAB ids.
+    """
+    if logits.shape[-1] > MAX_VOCAB:
+        raise ValueError(f"vocab {logits.shape[-1]}: sampling is exact only up to {MAX_VOCAB} ids")
+    with jax.named_scope("sampling"):
+        sound = jnp.all(logits < jnp.inf, -1)  # false for NaN too
+        masked = adjust(logits, params, tables, slot, position, earlier, allowed)
+        masked = jnp.where(sound[:, None], masked, -jnp.inf)
+        z = distribution(masked, params)
+        token = choose(z, params, position)
+        valid = sound & (jnp.max(z, -1) > -jnp.inf)
+        if forced is not None:
+            token, valid = jnp.where(forced < 0, token, forced), sound & (valid | (forced >= 0))
+        values = jnp.where(params.processed[:, None], z, logits)
+        logprob, top_ids, top_logprobs = report(values, token, params.logprobs, top)
+        return Sampled(token, valid, logprob, top_ids, top_logprobs)
