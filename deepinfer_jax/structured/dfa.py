@@ -69,8 +69,9 @@ class Dfa:
         }
 
 
-def _classes(labels: list[Ranges], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Intervals on which all labels are constant, their classes, and labels x classes membership."""
+def symbol_classes(labels: list[Ranges], size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Intervals of [0, size) on which all labels are constant, the class of each interval, and
+    which label holds which class, bool [labels, classes]."""
     cuts = {0, size}
     for ranges in labels:
         for low, high in ranges:
@@ -88,7 +89,7 @@ def determinise(nfa: Nfa, start: int, end: int, size: int) -> Dfa:
     """Subset construction over the symbols [0, size) of a graph without calls, then `minimise`."""
     labels = list({label: None for edges in nfa.edges for label, _ in edges})
     number = {label: i for i, label in enumerate(labels)}
-    starts, classes, member = _classes(labels, size)
+    starts, classes, member = symbol_classes(labels, size)
     count = member.shape[1]
     class_labels = [sum(1 << int(i) for i in np.nonzero(member[:, k])[0]) for k in range(count)]
     edges = [[(1 << number[label], target) for label, target in node] for node in nfa.edges]

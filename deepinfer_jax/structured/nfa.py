@@ -45,6 +45,7 @@ class Reference(NamedTuple):
 
 Tree = Characters | Text | Sequence | Choice | Repeat | Reference
 EMPTY = Sequence(())
+ENTRY = ""  # name of the rule that a graph starts with
 
 
 def references(tree: Tree) -> set[str]:
