@@ -3,20 +3,23 @@
 `examine` is what every reader of a checkpoint starts with: open the folder, tell its dialect, and
 compare what is there with what the config declares. All findings are one line each and come
 together, before any weight is read and before anything is written. `--deep` goes on to the values:
-NaN codes, scale exponents outside the plausible range, non-finite floats.
+NaN codes, scale exponents outside the plausible range, non-finite floats; of a converted folder,
+the sha256 of every tensor against the manifest.
 """
 
 import argparse
 import dataclasses
+import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 
-from converters import census, names, recipes
+from converters import census, converted, names, recipes
 from converters import safetensors_io as st
 from converters.source import CheckpointError, Source, open_source, resolve
+from deepinfer_jax.model import engram_hash
 
 SLICE_BYTES = 2**24
 LOW_EXPONENT, HIGH_EXPONENT = 127 - 60, 127 + 20  # trained scales lie well inside
@@ -36,6 +39,10 @@ def examine(path: str | Path) -> Checked:
     source = open_source(path)
     table = names.table(source.cfg)
     problems = census.compare(source.cfg, table, source.tensors)
+    try:
+        engram_hash.hash_constants(source.cfg)
+    except ValueError as error:
+        problems.append(f"config.json: {error}")
     if problems:
         raise CheckpointError(f"{source.path}: {problem}" for problem in problems)
     return Checked(source, table, recipes.official(table, source.tensors))
@@ -57,6 +64,20 @@ def deep(checked: Checked) -> Iterator[str]:
             for what, count in counts.items():
                 if count:
                     yield f"{checked.source.path}: {name}: {count} value(s) {what}"
+
+
+def verify(opened: converted.Converted) -> Iterator[str]:
+    """Tensors of a converted folder whose bytes are not those that were converted."""
+    for name, entry in opened.table.by_name.items():
+        hasher = hashlib.sha256()
+        try:
+            for rows in opened.slices(entry, SLICE_BYTES):
+                hasher.update(recipes.raw(rows))
+        except CheckpointError as error:
+            yield from error.problems
+            continue
+        if hasher.hexdigest() != opened.manifest["tensors"][name]:
+            yield f"{opened.path}: {name}: its bytes are not those that were converted"
 
 
 def suspicious(data: np.ndarray) -> dict[str, int]:
@@ -84,19 +105,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--deep", action="store_true", help="also read and check all values")
     options = parser.parse_args(arguments)
     try:
-        checked = examine(resolve(options.source, options.revision))
-        found = list(deep(checked)) if options.deep else []
+        path = resolve(options.source, options.revision)
+        converted.refuse_unfinished(path)
+        if converted.is_converted(path):
+            opened = converted.open_converted(path)
+            table, found = opened.table, list(verify(opened)) if options.deep else []
+        else:
+            checked = examine(path)
+            table, found = checked.table, list(deep(checked)) if options.deep else []
     except CheckpointError as error:
-        found = list(error.problems)
+        table, found = None, list(error.problems)
     for line in found:
         print(line, file=sys.stderr)
-    if found:
+    if found or table is None:
         return 2
-    source = checked.source
-    print(
-        f"{source.path}: {len(source.tensors):,} tensors, {source.nbytes:,} bytes in "
-        f"{len(source.headers)} file(s); nothing missing, nothing unknown"
-    )
+    print(f"{path}: {len(table.by_name):,} tensors, {table.nbytes:,} bytes, all accounted for")
     return 0
 
 

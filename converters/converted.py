@@ -9,6 +9,8 @@ is an error of the read that meets it.
 import dataclasses
 import functools
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import numpy as np
 import tensorstore as ts
 
 from converters import names, store
+from converters import safetensors_io as st
 from converters.source import CheckpointError
 from deepinfer_jax.config import ModelConfig
 
@@ -52,18 +55,38 @@ class Converted:
 
     def read(self, path: str, region: store.Region) -> np.ndarray:
         """A region of a leaf; reads the chunks that it touches and no others."""
+        return self._result(path, self.leaf(path)[region].read())
+
+    def slices(self, entry: names.Entry, limit: int) -> Iterator[np.ndarray]:
+        """A tensor in row slices of at most `limit` bytes, the next one read ahead."""
+        param = self.table.params[entry.leaf]
+        row_bytes = math.prod(entry.shape[1:]) * np.dtype(param.dtype).itemsize
+        leaf = self.leaf(entry.leaf)[entry.index]
+        ahead = None
+        for begin, end in st.row_slices(entry.shape[0], row_bytes, limit):
+            coming = leaf[begin:end].read()
+            if ahead is not None:
+                yield self._result(entry.leaf, ahead)
+            ahead = coming
+        if ahead is not None:
+            yield self._result(entry.leaf, ahead)
+
+    def _result(self, path: str, future: Any) -> np.ndarray:
         try:
-            return self.leaf(path)[region].read().result()
-        except (ValueError, RuntimeError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+            return future.result()
+        except (ValueError, RuntimeError) as error:  # tensorstore's kinds for a failed read
             where = self.path / WEIGHTS / store.folder_name(path)
             raise CheckpointError([f"{where}: {str(error).splitlines()[0]}"]) from error
 
     @property
     def is_slice(self) -> bool:
         """Only some paths of the tree were kept: not a whole model."""
-        return "only" in self.manifest
+        return "only" in self.manifest["options"]
+
+    @property
+    def is_exact(self) -> bool:
+        """All of the source is here in its own bits, so that its files can be remade."""
+        return not self.manifest["options"]
 
     def token_map(self) -> np.ndarray | None:
         """int32 [vocab]; None for a model without Engram."""
@@ -85,15 +108,20 @@ def is_converted(path: Path) -> bool:
     return (path / MANIFEST).is_file()
 
 
+def refuse_unfinished(path: Path) -> None:
+    """`CheckpointError` for a partial folder, and for the absent target of one."""
+    partial = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
+    if partial.is_dir() and (path == partial or not path.exists()):
+        raise CheckpointError(
+            [f"{partial}: an unfinished conversion; run the converter again to finish it"]
+        )
+
+
 def open_converted(path: str | Path, threads: int = 4) -> Converted:
     """Open a converted folder; `CheckpointError` if it is unfinished, foreign or incomplete."""
     path = Path(path)
+    refuse_unfinished(path)
     if not is_converted(path):
-        partial = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
-        if partial.is_dir():
-            raise CheckpointError(
-                [f"{partial}: an unfinished conversion; run the converter again to finish it"]
-            )
         raise CheckpointError([f"{path}: no {MANIFEST}; not a converted folder"])
     manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     if manifest.get("format") != FORMAT:
@@ -110,8 +138,8 @@ def open_converted(path: str | Path, threads: int = 4) -> Converted:
     except ValueError as error:
         raise CheckpointError([str(error)]) from None
     table = names.table(cfg)
-    if "only" in manifest:
-        table = table.only([leaf for leaf in table.by_leaf if names.under(leaf, manifest["only"])])
+    if only := manifest["options"].get("only"):
+        table = table.only([leaf for leaf in table.by_leaf if names.under(leaf, only)])
     problems = _account(path, manifest, table)
     if problems:
         raise CheckpointError(problems)

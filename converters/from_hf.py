@@ -16,6 +16,7 @@ import argparse
 import collections
 import dataclasses
 import hashlib
+import json
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -40,6 +41,7 @@ SHARD_BYTES = 64 * MIB
 COPIES = 4  # of a shard in flight: our buffer, tensorstore's chunks, their encoding, one to spare
 COMMIT_BYTES = 256 * MIB
 READ_BYTES = 8 * MIB
+MOST_FLIGHTS = 32
 
 
 def convert(
@@ -85,11 +87,11 @@ def convert(
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
-            **job.options,
+            "options": job.options,
             "source": identity,
             "tensors": {name: digests[name] for name in job.table.by_name},
         }
-        return target.finish(manifest, MANIFEST)
+        return target.finish(json.dumps(manifest, indent=1).encode() + b"\n", MANIFEST)
     except OSError as error:
         raise CheckpointError([f"{target.path}: {error}; run again to resume"]) from error
     finally:
@@ -190,7 +192,10 @@ class _Conversion:
 
     def _launch(self, piece: plan.Piece, array: Any) -> None:
         size = plan.nbytes(self._job.table.params, piece)
-        while self._flights and sum(f.nbytes for f in self._flights) + size > self._in_flight:
+        while self._flights and (
+            len(self._flights) >= MOST_FLIGHTS
+            or sum(flight.nbytes for flight in self._flights) + size > self._in_flight
+        ):
             self._land()
         buffer = np.empty(piece.shape, array.dtype.numpy_dtype)
         self._fill(piece, buffer)

@@ -170,6 +170,7 @@ def write_metadata(folder: Path, params: Mapping[str, spec.Param]) -> None:
     (folder / "_METADATA").write_text(json.dumps(described), encoding="utf-8")
 
 
-def as_region(index: Sequence[Any], shape: Sequence[int]) -> Region:
-    """A device's index (slices with open ends) with its bounds filled in."""
-    return tuple(slice(*part.indices(n)) for part, n in zip(index, shape, strict=True))
+def as_region(index: Sequence[slice], shape: Sequence[int]) -> Region:
+    """A device's index (slices with open ends, missing axes whole) with its bounds filled in."""
+    whole = [*index, *[slice(None)] * (len(shape) - len(index))]
+    return tuple(slice(*part.indices(n)) for part, n in zip(whole, shape, strict=True))

@@ -34,12 +34,14 @@ _NORMALISE = normalizers.Sequence(
 )
 
 
-def token_map(tokenizer_json: str | Path, vocab: int, classes: int) -> Int32[np.ndarray, " vocab"]:
+def token_map(
+    tokenizer_json: str | Path, vocab: int, classes: int | None = None
+) -> Int32[np.ndarray, " vocab"]:
     """The class of each of `vocab` token ids, int32.
 
     tokenizer_json: the checkpoint's `tokenizer.json`. classes: the config's
-    `engram_compressed_vocab_size`. Raises `ValueError` if the file has another number of tokens or
-    the map another number of classes: rows would then be hashed to the wrong places.
+    `engram_compressed_vocab_size`; None leaves it unchecked. Raises `ValueError` if the file has
+    another number of tokens, or the map of classes: rows would be hashed to the wrong places.
     """
     file = Path(tokenizer_json)
     if not file.is_file():
@@ -52,7 +54,7 @@ def token_map(tokenizer_json: str | Path, vocab: int, classes: int) -> Int32[np.
     found = np.empty(vocab, np.int32)
     for token in range(vocab):
         found[token] = seen.setdefault(_key(tokenizer, token), len(seen))
-    if len(seen) != classes:
+    if classes is not None and len(seen) != classes:
         raise ValueError(
             f"{file}: its tokens fall into {len(seen)} classes; config.json says "
             f"engram_compressed_vocab_size = {classes}"
@@ -63,5 +65,5 @@ def token_map(tokenizer_json: str | Path, vocab: int, classes: int) -> Int32[np.
 def _key(tokenizer: tokenizers.Tokenizer, token: int) -> str:
     text = tokenizer.decode([token], skip_special_tokens=False)
     if "\ufffd" in text:
-        return tokenizer.id_to_token(token)
+        return tokenizer.id_to_token(token) or text
     return _NORMALISE.normalize_str(text) or text

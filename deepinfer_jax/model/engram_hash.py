@@ -15,6 +15,7 @@ running sum, so the primes of a layer add up to its table's rows.
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -44,19 +45,12 @@ def hash_constants(cfg: ModelConfig) -> dict[int, HashConstants]:
 
     Raises `ValueError` if the primes of a layer do not add up to its table's rows.
     """
-    seen: set[int] = set()
     constants = {}
     bound = (2**63 - 1) // cfg.engram_compressed_vocab_size // 2
+    sizes = cfg.engram_vocab_size, cfg.engram_max_ngram_size, cfg.engram_n_heads
+    primes_of = layer_primes(cfg.engram_layer_ids, *sizes)
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        primes: list[int] = []
-        for _ in range(2, cfg.engram_max_ngram_size + 1):
-            candidate = cfg.engram_vocab_size - 1
-            for _ in range(cfg.engram_n_heads):
-                candidate += 1
-                while candidate in seen or not _is_prime(candidate):
-                    candidate += 1
-                seen.add(candidate)
-                primes.append(candidate)
+        primes = primes_of[layer]
         if sum(primes) != rows:
             raise ValueError(
                 f"engram_num_embeddings of layer {layer} = {rows}; "
@@ -71,9 +65,29 @@ def hash_constants(cfg: ModelConfig) -> dict[int, HashConstants]:
         )
         offsets = np.concatenate([[0], np.cumsum(primes[:-1])])
         constants[layer] = HashConstants(
-            tuple(int(m) * 2 + 1 for m in drawn), tuple(primes), tuple(int(o) for o in offsets)
+            tuple(int(m) * 2 + 1 for m in drawn), primes, tuple(int(o) for o in offsets)
         )
     return constants
+
+
+def layer_primes(
+    layers: Sequence[int], vocab_size: int, max_ngram_size: int, heads: int
+) -> dict[int, tuple[int, ...]]:
+    """The bucket sizes of each layer, n-gram size major; their sum is its table's rows."""
+    seen: set[int] = set()
+    primes_of = {}
+    for layer in layers:
+        primes: list[int] = []
+        for _ in range(2, max_ngram_size + 1):
+            candidate = vocab_size - 1
+            for _ in range(heads):
+                candidate += 1
+                while candidate in seen or not _is_prime(candidate):
+                    candidate += 1
+                seen.add(candidate)
+                primes.append(candidate)
+        primes_of[layer] = tuple(primes)
+    return primes_of
 
 
 def table_rows(

@@ -77,11 +77,12 @@ def read(
     line a finding before any weight is read.
     """
     path = resolve(path)
-    if converted.is_converted(path) or not (path / "config.json").is_file():
+    converted.refuse_unfinished(path)
+    if converted.is_converted(path):
         found = converted.open_converted(path)
         if found.is_slice and not partial:
             raise CheckpointError(
-                [f"{path}: a slice with only {', '.join(found.manifest['only'])}, not a model"]
+                [f"{path}: a slice of {', '.join(found.manifest['options']['only'])}, not a model"]
             )
         cfg, present, reader, classes = found.cfg, found.table.params, found, found.token_map()
     else:
@@ -109,9 +110,9 @@ def place(
     reader: Reader, name: str, param: spec.Param, sharding: jax.sharding.Sharding
 ) -> jax.Array:
     """One leaf, slice by slice: read, put on its devices, forget."""
-    holders: dict[tuple[tuple[int, int], ...], list[jax.Device]] = {}
+    holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(param.shape).items():
-        region = store.as_region(index, param.shape)
+        region = store.as_region(index or (), param.shape)
         holders.setdefault(tuple((axis.start, axis.stop) for axis in region), []).append(device)
     shards = []
     for bounds, devices in holders.items():
