@@ -17,12 +17,17 @@ applied as two normal factors.
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped, UInt8
+from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 GROUP = 32
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
 AMAX_FLOOR = np.float32(1e-4)
 INV_E4M3_MAX = np.float32(1 / 448)
+
+Rows = Shaped[Array, "_ _"] | tuple[Shaped[Array, "_ _"], Shaped[Array, "_ _"]]
+"""Stored rows of a cache: an array, or (values, scales)."""
+Keys = Float[Array, "g t d"] | tuple[Array, Array, Int32[Array, "g t"]]
+"""Index keys: an array a group, or paged (values, scales, entry index)."""
 
 
 def scale_bytes(scales: Shaped[Array, "*shape"]) -> UInt8[Array, "*shape"]:

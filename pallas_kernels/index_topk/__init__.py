@@ -9,7 +9,7 @@ the shapes that every implementation is tested and measured on are in `shapes.py
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels import Implementation, call
-from pallas_kernels.index_topk.reference import Keys
+from pallas_kernels.formats import Keys
 
 IMPLEMENTATIONS = (Implementation("reference", f"{__name__}.reference"),)
 

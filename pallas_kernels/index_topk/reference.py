@@ -19,10 +19,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
+from pallas_kernels.formats import Keys
 from pallas_kernels.mla_attention.reference import gather
 
 TILE = 64
-Keys = Float[Array, "g t d"] | tuple[Array, Array, Int32[Array, "g t"]]
 
 
 def select(

@@ -9,7 +9,7 @@ the shapes that every implementation is tested and measured on are in `shapes.py
 from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels import Implementation, call
-from pallas_kernels.mla_attention.reference import Rows
+from pallas_kernels.formats import Rows
 
 IMPLEMENTATIONS = (Implementation("reference", f"{__name__}.reference"),)
 

@@ -19,15 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Float32, Int32, Shaped
+from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.formats import apply_e8m0, decode_e2m1
+from pallas_kernels.formats import Rows, apply_e8m0, decode_e2m1
 
 BLOCK = 64
 ROW_TILE = 8
 FIRST_MAX = -1e30
-
-Rows = Shaped[Array, "_ _"] | tuple[Shaped[Array, "_ _"], Shaped[Array, "_ _"]]
 
 
 def unpack(rows: tuple[Array, Array], dtype: DTypeLike) -> Float[Array, "... d"]:
