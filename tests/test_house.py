@@ -43,9 +43,9 @@ RUNTIME = MODEL | {
     "deepinfer_jax.runtime.pages",
     "deepinfer_jax.runtime.step",
 }
-CONTAINER = {"converters.safetensors_io", "converters.names"}
+READERS = {"converters", "converters.safetensors_io", "converters.names"}  # not the conversions
+CONVERTERS = READERS | {"converters.from_hf", "converters.to_hf"}
 CHECKPOINT = {"deepinfer_jax.runtime.checkpoint"}
-CONVERTERS = {"converters", *CONTAINER}
 DEMO = {"deepinfer_jax.demo"}
 MAY_IMPORT = {
     "pallas_kernels": set(),
@@ -62,7 +62,7 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.scheduler": set(),
     "deepinfer_jax.runtime.pages": set(),
     "deepinfer_jax.runtime.step": MODEL | {"deepinfer_jax.runtime", "deepinfer_jax.structured"},
-    "deepinfer_jax.runtime.checkpoint": RUNTIME | CONTAINER,
+    "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
@@ -71,7 +71,9 @@ MAY_IMPORT = {
     | {"deepinfer_jax.lab", "deepinfer_jax"},
     "converters.safetensors_io": set(),
     "converters.names": BASE | {"deepinfer_jax.model", "converters.safetensors_io"},
-    "converters": BASE | {"deepinfer_jax.model"} | CONTAINER,
+    "converters": READERS | BASE | {"deepinfer_jax.model"},
+    "converters.from_hf": READERS | BASE | {"deepinfer_jax.model"},
+    "converters.to_hf": READERS | BASE | {"deepinfer_jax.model"},
 }
 NO_JAX = ("deepinfer_jax.runtime.scheduler", "deepinfer_jax.runtime.pages", "deepinfer_jax.shipped")
 
