@@ -2,7 +2,7 @@
 
 import sys
 import time
-from typing import TextIO
+from typing import Any
 
 from rich.console import Console
 from rich.progress import (
@@ -15,7 +15,6 @@ from rich.progress import (
 from rich.progress import Progress as Bar
 
 LINE_SECONDS = 10.0
-GIGA = 1e9
 
 
 class Progress:
@@ -29,7 +28,7 @@ class Progress:
         label: str,
         total: int,
         done: int = 0,
-        stream: TextIO | None = None,
+        stream: Any = None,
         quiet: bool = False,
     ):
         self.label, self.total, self.done = label, total, done
@@ -75,8 +74,9 @@ class Progress:
         self._printed = now
         rate = (self.done - self._first) / max(now - self._start, 1e-9)
         left = f", {(self.total - self.done) / rate / 60:.1f} min left" if rate else ""
+        unit, name = (1e9, "GB") if self.total >= 1e9 else (1e6, "MB")
         self._stream.write(
-            f"{self.label}: {self.done / GIGA:.2f} of {self.total / GIGA:.2f} GB, "
+            f"{self.label}: {self.done / unit:.1f} of {self.total / unit:.1f} {name}, "
             f"{rate / 1e6:.0f} MB/s{left} ({item})\n"
         )
         self._stream.flush()

@@ -6,7 +6,7 @@ passes through in slices. For the official dialect every recipe is `Copy`: the s
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from converters import safetensors_io as st
 from converters.names import Table
 
 
+@runtime_checkable
 class Recipe(Protocol):
     """Fills `out` [end - begin, ...] with rows of one tensor; `out` is contiguous."""
 
