@@ -1,0 +1,396 @@
+"""Which requests the next step works on: plain Python, no arrays, no clock, no randomness.
+
+    step = scheduler.plan()             # while the device still runs the step before
+    ... dispatch step.moves and step.work, read the results of the step before ...
+    scheduler.commit(earlier, {request: Outcome(tokens, finished)})
+
+A step is a prefill (a rectangle of prompt chunks) or a decode (every running request once). Results
+are committed late, so lengths on the device run ahead of those known here; a plan reserves pages
+for the longest a request can have become and skips one that must have ended by then.
+
+Waiting is bounded on both sides: after ``prefill_burst`` prefill steps in a row a decode step comes
+first if any request is running, and after ``decode_burst`` decode steps a prefill. The request
+longest unserved leads a prefill; others with chunks of its width join it. Requests enter in order
+of arrival, save that one may join a leader of its width; while the first in line lacks room, nobody
+enters. Chunk boundaries depend on the request alone.
+
+When pages run out the youngest request gives way: its pages and slot state move to the host while
+``host_pages`` last, and come back whole; else it is computed again from its tokens. The oldest
+never gives way, so somebody always advances.
+"""
+
+import bisect
+import dataclasses
+import enum
+from collections.abc import Mapping
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """The shapes that are compiled, and how they are used.
+
+    slots: requests at once. decode_rows: row counts of the decode programs. prefill: (sequences,
+    width) of the prefill programs. block: most draft rows a slot in a decode step.
+    prefill_burst, decode_burst: steps of one kind in a row while the other kind has work.
+    host_pages: room for preempted requests, in pages; state_pages: what a slot's own state costs.
+    """
+
+    slots: int
+    decode_rows: tuple[int, ...]
+    prefill: tuple[tuple[int, int], ...]
+    block: int = 0
+    prefill_burst: int = 4
+    decode_burst: int = 4
+    host_pages: int = 0
+    state_pages: int = 1
+
+    def __post_init__(self):
+        if self.slots < 1 or self.block < 0 or min(self.prefill_burst, self.decode_burst) < 1:
+            raise ValueError(
+                f"policy: slots and bursts must be at least 1, block at least 0: {self}"
+            )
+        if not self.decode_rows or max(self.decode_rows) < self.slots:
+            raise ValueError(
+                f"policy: decode_rows {self.decode_rows} must reach one row for each of the "
+                f"{self.slots} slots"
+            )
+        if not self.prefill or any(min(shape) < 1 for shape in self.prefill):
+            raise ValueError(f"policy: prefill needs (sequences, width) shapes, got {self.prefill}")
+
+    def width(self, tokens: int) -> int:
+        """Width of the next chunk of a prompt with ``tokens`` left."""
+        widths = sorted({width for _, width in self.prefill})
+        return next((width for width in widths if width >= tokens), widths[-1])
+
+    def sequences(self, width: int) -> list[int]:
+        """Rectangle heights compiled for a width, ascending."""
+        return sorted(count for count, other in self.prefill if other == width)
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Prompt tokens [start, start + count) of a request; the last chunk samples a token."""
+
+    request: int
+    slot: int
+    start: int
+    count: int
+    last: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One decode turn of a request: its last token and the draft rows it is granted."""
+
+    request: int
+    slot: int
+
+
+class Act(enum.Enum):
+    """What a move does, before the step's own work and in the order given."""
+
+    ADMIT = "admit"  # a fresh slot: install the request's options, forget what was there
+    OFFLOAD = "offload"  # copy the pages and the slot's state to the host
+    RESTORE = "restore"  # copy them back, to another slot and other pages
+    EVICT = "evict"  # forget the slot; the request will be computed again
+
+
+@dataclasses.dataclass(frozen=True)
+class Move:
+    act: Act
+    request: int
+    slot: int
+    pages: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step to dispatch. shape: (sequences, width) of a prefill, (rows,) of a decode."""
+
+    number: int
+    moves: tuple[Move, ...]
+    work: tuple[Chunk, ...] | tuple[Turn, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def prefill(self) -> bool:
+        return len(self.shape) == 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a step did for a request: tokens it added, and whether the request has ended."""
+
+    tokens: int
+    finished: bool = False
+
+
+class State(enum.Enum):
+    WAITING = "waiting"  # no slot; starts from its tokens
+    PREFILL = "prefill"  # in a slot, prompt not yet done
+    RUNNING = "running"  # in a slot, decoding
+    HOST = "host"  # no slot; its state is on the host
+    DRAINING = "draining"  # evicted; tokens of a step in flight are still to come
+
+
+@dataclasses.dataclass(eq=False)
+class Job:
+    """A request as the scheduler sees it. most/least: tokens that steps in flight may still add."""
+
+    request: int
+    arrival: int
+    tokens: int
+    limit: int
+    kind: str
+    alone: bool
+    served: int
+    state: State = State.WAITING
+    slot: int = -1
+    target: int = 0
+    prefilled: int = 0
+    in_flight: int = 0
+    most: int = 0
+    least: int = 0
+    saved: int = 0
+
+
+class Scheduler:
+    """Continuous batching over ``policy.slots`` slots and one pool of pages."""
+
+    def __init__(self, policy: Policy, pages: Any):
+        self.policy, self.pages = policy, pages  # a pages.Pages; nothing of ours is imported here
+        self.host_used = 0
+        self.preemptions = {Act.OFFLOAD: 0, Act.EVICT: 0}
+        self._jobs: dict[int, Job] = {}
+        self._lines: dict[State, list[Job]] = {State.WAITING: [], State.HOST: []}  # by arrival
+        self._slots: dict[int, Job] = {}  # PREFILL and RUNNING
+        self._free = list(range(policy.slots - 1, -1, -1))
+        self._arrivals = self._number = self._committed = 0
+        self._run, self._was_prefill = 0, True
+        self._moves: list[Move] = []
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def in_flight(self) -> int:
+        """Steps planned and not committed."""
+        return self._number - self._committed
+
+    def state(self, request: int) -> State:
+        """Where a request that has not ended is."""
+        return self._jobs[request].state
+
+    def add(self, request: int, prompt: int, new: int, kind: str = "", alone: bool = False) -> None:
+        """Enter a request of ``prompt`` tokens that wants at most ``new`` more.
+
+        kind: only chunks of equal kind share a prefill step. alone: the request needs its last
+        result before its next turn (a mask made on the host). Raises ValueError if it can never
+        be served.
+        """
+        if request in self._jobs:
+            raise ValueError(f"request {request} is here already")
+        if prompt < 1 or new < 1:
+            raise ValueError(f"a request needs a prompt and tokens to make: {prompt}, {new}")
+        room = min(self.pages.per_slot, self.pages.total)
+        if (needed := self.pages.needed(prompt + new - 1)) > room:
+            raise ValueError(
+                f"{prompt} prompt tokens and {new} new ones need {needed} pages of "
+                f"{self.pages.page} tokens, there are {room}"
+            )
+        job = Job(request, self._arrivals, prompt, prompt + new, kind, alone, self._number)
+        self._arrivals += 1
+        self._jobs[request] = job
+        self._queue(job)
+
+    def abort(self, request: int) -> bool:
+        """Forget a request at once, wherever it is; False if it has ended. In-flight results of it
+        are ignored when they are committed."""
+        job = self._jobs.get(request)
+        if job is not None:
+            self._end(job)
+        return job is not None
+
+    def plan(self, draft_rows: int | None = None) -> Step | None:
+        """The next step, or None if nothing can be done before a commit.
+
+        draft_rows: draft rows granted to this decode step, all requests together (default: every
+        one its full block); it only chooses the bucket.
+        """
+        self._moves = []
+        self._restore()
+        lead, turns = self._lead(), self._turns()
+        burst = self.policy.prefill_burst if self._was_prefill else self.policy.decode_burst
+        prefill = self._was_prefill == (self._run < burst) if lead and turns else bool(lead)
+        work: tuple[Chunk, ...] | tuple[Turn, ...] = ()
+        shape: tuple[int, ...] = ()
+        if prefill and lead:
+            work, shape = self._prefill(lead)
+        elif turns:
+            work, shape = self._decode(turns, draft_rows)
+        if not work and not self._moves:
+            return None
+        self._run = self._run + 1 if prefill == self._was_prefill else 1
+        self._was_prefill = prefill
+        self._number += 1
+        return Step(self._number, tuple(self._moves), work, shape)
+
+    def commit(self, step: Step, outcomes: Mapping[int, Outcome]) -> None:
+        """Take the results of a step, in the order of planning.
+
+        outcomes: one for each request that got a token (every turn, every last chunk) and has not
+        ended; others may be given and are ignored.
+        """
+        if step.number != self._committed + 1:
+            raise ValueError(f"step {step.number} committed after step {self._committed}")
+        self._committed = step.number
+        for item in step.work:
+            job = self._jobs.get(item.request)
+            if job is None:
+                continue
+            job.in_flight -= 1
+            if isinstance(item, Turn) or item.last:
+                job.most -= 1 + (self.policy.block if isinstance(item, Turn) else 0)
+                job.least -= 1
+                outcome = outcomes[item.request]
+                job.tokens += outcome.tokens
+                if outcome.finished or job.tokens >= job.limit:
+                    self._end(job)
+                    continue
+            if job.state is State.DRAINING and not job.in_flight:
+                self._queue(job)
+
+    def _queue(self, job: Job, state: State = State.WAITING) -> None:
+        job.state = state
+        bisect.insort(self._lines[state], job, key=lambda other: other.arrival)
+
+    def _unqueue(self, job: Job) -> None:
+        line = self._lines[job.state]
+        del line[bisect.bisect_left(line, job.arrival, key=lambda other: other.arrival)]
+        if job.state is State.HOST:
+            self.host_used -= job.saved + self.policy.state_pages
+
+    def _room(self, pages: int) -> bool:
+        """Whether a request with so many pages may enter: a slot, and a page to grow for each
+        request that is in one already."""
+        return bool(self._free) and pages + len(self._slots) <= self.pages.free
+
+    def _enter(self, job: Job, act: Act, tokens: int) -> None:
+        self._unqueue(job)
+        job.slot = self._free.pop()
+        self._slots[job.slot] = job
+        if not self.pages.grow(job.slot, tokens):
+            raise RuntimeError(f"slot {job.slot}: pages promised to request {job.request} are gone")
+        self._moves.append(Move(act, job.request, job.slot, tuple(self.pages.row(job.slot))))
+
+    def _leave(self, job: Job) -> None:
+        self.pages.clear(job.slot)
+        del self._slots[job.slot]
+        bisect.insort(self._free, job.slot, key=lambda slot: -slot)
+        job.slot = -1
+
+    def _end(self, job: Job) -> None:
+        del self._jobs[job.request]
+        if job.slot >= 0:
+            self._leave(job)
+        elif job.state is not State.DRAINING:
+            self._unqueue(job)
+
+    def _restore(self) -> None:
+        """Bring requests back from the host, oldest first, while there is room."""
+        for job in tuple(self._lines[State.HOST]):
+            if not self._room(job.saved):
+                return
+            self._enter(job, Act.RESTORE, job.saved * self.pages.page)
+            job.state = State.PREFILL if job.prefilled < job.target else State.RUNNING
+
+    def _preempt(self, job: Job) -> None:
+        """Take the slot and the pages of a request, keeping its state on the host if it fits."""
+        held = self.pages.held(job.slot)
+        fits = self.host_used + held + self.policy.state_pages <= self.policy.host_pages
+        keep = fits and job.tokens + job.least < job.limit  # else its last token is on its way
+        act = Act.OFFLOAD if keep else Act.EVICT
+        self._moves.append(Move(act, job.request, job.slot, tuple(self.pages.row(job.slot))))
+        self.preemptions[act] += 1
+        self._leave(job)
+        if keep:
+            job.saved = held
+            self.host_used += held + self.policy.state_pages
+            self._queue(job, State.HOST)
+        elif job.in_flight:
+            job.state = State.DRAINING
+        else:
+            self._queue(job)
+
+    def _turns(self) -> list[Job]:
+        """Running requests that can take a turn, oldest first."""
+        running = [job for job in self._slots.values() if job.state is State.RUNNING]
+        unsure = [job for job in running if job.tokens + job.least < job.limit]
+        free = [job for job in unsure if not (job.alone and job.in_flight)]
+        return sorted(free, key=lambda job: job.arrival)
+
+    def _decode(
+        self, turns: list[Job], draft_rows: int | None
+    ) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
+        block, granted = self.policy.block, []
+        for job in turns:
+            if job.state is not State.RUNNING:
+                continue  # gave way to an older one
+            reach = min(job.tokens + job.most + block, job.limit - 1)
+            while job.slot >= 0 and not self.pages.grow(job.slot, reach):
+                self._preempt(max(self._slots.values(), key=lambda other: other.arrival))
+            if job.slot >= 0:
+                granted.append(job)
+        for job in granted:
+            job.in_flight += 1
+            job.most += 1 + block
+            job.least += 1
+        drafts = len(granted) * block if draft_rows is None else draft_rows
+        rows = [rows for rows in self.policy.decode_rows if rows >= len(granted) + drafts]
+        work = tuple(Turn(job.request, job.slot) for job in sorted(granted, key=lambda j: j.slot))
+        return work, (min(rows, default=max(self.policy.decode_rows)),)
+
+    def _lead(self) -> Job | None:
+        """The request that the next prefill is for: the one longest unserved."""
+        jobs = [job for job in self._slots.values() if job.state is State.PREFILL]
+        first = self._lines[State.WAITING][:1]
+        jobs += [job for job in first if self._room(self.pages.needed(job.tokens))]
+        return min(jobs, key=lambda job: (job.served, job.arrival), default=None)
+
+    def _shape(self, job: Job) -> tuple[str, int]:
+        left = job.tokens if job.state is State.WAITING else job.target - job.prefilled
+        return job.kind, self.policy.width(left)
+
+    def _prefill(self, lead: Job) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
+        shape = self._shape(lead)
+        heights = self.policy.sequences(shape[1])
+        inside = [job for job in self._slots.values() if job.state is State.PREFILL]
+        inside.sort(key=lambda job: (job.served, job.arrival))
+        waiting = self._lines[State.WAITING][: 4 * self.policy.slots]
+        group: list[Job] = []
+        for job in dict.fromkeys([lead, *inside, *waiting]):
+            if len(group) == heights[-1] or self._shape(job) != shape:
+                continue
+            if job.state is State.WAITING:
+                if not self._room(self.pages.needed(job.tokens)):
+                    break
+                job.target, job.prefilled = job.tokens, 0
+                self._enter(job, Act.ADMIT, job.target)
+                job.state = State.PREFILL
+            group.append(job)
+        work = tuple(self._chunk(job, shape[1]) for job in group)
+        return work, (next(count for count in heights if count >= len(group)), shape[1])
+
+    def _chunk(self, job: Job, width: int) -> Chunk:
+        start = job.prefilled
+        count = min(width, job.target - start)
+        last = start + count == job.target
+        job.prefilled, job.served = start + count, self._number + 1
+        job.in_flight += 1
+        if last:
+            job.state = State.RUNNING
+            job.most += 1
+            job.least += 1
+        return Chunk(job.request, job.slot, start, count, last)

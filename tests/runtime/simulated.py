@@ -1,0 +1,171 @@
+"""A device without arithmetic: it runs scheduler steps and checks every byte they touch.
+
+Pages and slots hold tags instead of keys: page position -> (request, position). A token is a pure
+function of (request, index), so a request's output is known wherever it is preempted, resumed or
+recomputed. Each turn reads its whole context back from the pages in the table it was dispatched
+with and fails on anything that is not its own; draft rows accept a pseudo-random number of tokens.
+"""
+
+import dataclasses
+
+from deepinfer_jax.runtime.pages import Pages
+from deepinfer_jax.runtime.scheduler import Act, Outcome, Policy, Scheduler, Step
+
+
+def token(request: int, index: int) -> int:
+    """The token of a request at an absolute index, prompt included."""
+    return (request * 1_000_003 + index * 7919) % 50_021
+
+
+@dataclasses.dataclass
+class Request:
+    prompt: int
+    new: int
+    stop: int  # tokens after which it really ends, at most new
+    kind: str = ""
+    alone: bool = False
+
+
+@dataclasses.dataclass
+class Slot:
+    request: int
+    length: int  # tokens whose rows are in the pages
+    last: int | None = None  # the sampled token that the next turn feeds
+
+
+class Device:
+    """Page contents, slot states and a host store, all as tags."""
+
+    def __init__(self, pages: Pages, policy: Policy, requests: dict[int, Request]):
+        self.size, self.block, self.requests = pages.page, policy.block, requests
+        self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> tag
+        self.slots: dict[int, Slot] = {}
+        self.host: dict[int, tuple[Slot, list[dict[int, tuple[int, int]]]]] = {}
+        self.known: dict[int, int] = {}  # tokens a recomputation starts from
+
+    def run(self, step: Step, table) -> dict[int, list[int]]:
+        """Execute a step against the table it was dispatched with: tokens by request."""
+        for move in step.moves:
+            self._move(move)
+        emitted = {}
+        for item in step.work:
+            state, row = self.slots[item.slot], table[item.slot]
+            assert state.request == item.request, (step.number, item)
+            if step.prefill:
+                assert item.start == state.length and item.count <= step.shape[1]
+                self._write(row, state, item.start, item.count)
+                state.length += item.count
+                if item.last:
+                    emitted[item.request] = [token(item.request, state.length)]
+            else:
+                emitted[item.request] = self._turn(step, row, state)
+            if item.request in emitted:
+                state.last = emitted[item.request][-1]
+        assert len(step.work) <= step.shape[0] if step.shape else not step.work
+        return emitted
+
+    def _turn(self, step: Step, row, state: Slot) -> list[int]:
+        assert state.last == token(state.request, state.length), "another request's last token"
+        request = self.requests[state.request]
+        rows = 1 + self.block
+        self._write(row, state, state.length, rows, beyond=request.prompt + request.new - 1)
+        for position in range(min(state.length + 1, request.prompt + request.new - 1)):
+            page = row[position // self.size]
+            tag = self.memory.get((int(page), position % self.size))
+            assert tag == (state.request, position), (step.number, state, position, page, tag)
+        accepted = 1 + (token(state.request, state.length) % rows)
+        out = [token(state.request, state.length + 1 + i) for i in range(accepted)]
+        state.length += accepted
+        return out
+
+    def _write(self, row, state: Slot, start: int, count: int, beyond: int | None = None) -> None:
+        for position in range(start, start + count):
+            page = int(row[position // self.size]) if position // self.size < len(row) else -1
+            if beyond is None or position < beyond:
+                assert page >= 0, f"{state} writes position {position} without a page"
+            if page >= 0:
+                self.memory[page, position % self.size] = (state.request, position)
+
+    def _move(self, move) -> None:
+        if move.act is Act.ADMIT:
+            self.slots[move.slot] = Slot(move.request, 0)
+            return
+        if move.act is Act.RESTORE:
+            state, saved = self.host.pop(move.request)
+            assert len(saved) == len(move.pages)
+            self.slots[move.slot] = state
+            for page, content in zip(move.pages, saved, strict=True):
+                for offset, tag in content.items():
+                    self.memory[page, offset] = tag
+            return
+        state = self.slots.pop(move.slot)
+        assert state.request == move.request
+        if move.act is Act.OFFLOAD:
+            saved = [
+                {o: self.memory[page, o] for o in range(self.size) if (page, o) in self.memory}
+                for page in move.pages
+            ]
+            self.host[move.request] = (state, saved)
+
+
+class Engine:
+    """The loop around a scheduler: results are committed ``late`` steps after their dispatch."""
+
+    def __init__(self, policy: Policy, pages: Pages, late: int = 1):
+        self.requests: dict[int, Request] = {}
+        self.pages, self.late = pages, late
+        self.scheduler = Scheduler(policy, pages)
+        self.device = Device(pages, policy, self.requests)
+        self.outputs: dict[int, list[int]] = {}
+        self.waiting: list[tuple[Step, dict[int, list[int]]]] = []
+        self.steps: list[Step] = []
+        self.could: list[tuple[bool, bool]] = []  # per step: was there prefill work, decode work
+
+    def add(self, number: int, request: Request) -> None:
+        self.requests[number] = request
+        self.outputs[number] = []
+        new = dataclasses.asdict(request)
+        self.scheduler.add(number, new["prompt"], new["new"], new["kind"], new["alone"])
+
+    def abort(self, number: int) -> None:
+        self.scheduler.abort(number)
+        self.device.host.pop(number, None)
+
+    def step(self) -> bool:
+        """Plan, dispatch, commit what is due. False when nothing is left to do."""
+        scheduler = self.scheduler
+        self.could.append((bool(scheduler._lead()), bool(scheduler._turns())))
+        step = scheduler.plan()
+        if step is not None:
+            self.steps.append(step)
+            pending = {item.request for other, _ in self.waiting for item in other.work}
+            for item in step.work:
+                assert step.prefill or not (
+                    self.requests[item.request].alone and item.request in pending
+                )
+            assert len({item.slot for item in step.work}) == len(step.work)
+            self.waiting.append((step, self.device.run(step, self.pages.snapshot())))
+        else:
+            self.could.pop()
+            assert self.waiting or not len(scheduler), "nothing to do and nothing to wait for"
+        if self.waiting and (step is None or len(self.waiting) > self.late):
+            self._commit(*self.waiting.pop(0))
+        return bool(len(scheduler) or self.waiting)
+
+    def _commit(self, step: Step, emitted: dict[int, list[int]]) -> None:
+        outcomes = {}
+        for number, tokens in emitted.items():
+            request, output = self.requests[number], self.outputs[number]
+            fresh = tokens[: request.stop - len(output)]
+            output += fresh
+            ended = len(output) >= request.stop
+            outcomes[number] = Outcome(len(fresh), ended)
+            if ended:
+                self.device.host.pop(number, None)
+        self.scheduler.commit(step, outcomes)
+
+    def run(self, limit: int = 100_000) -> None:
+        """Step until everything has ended; fails if that takes more than ``limit`` steps."""
+        while self.step():
+            limit -= 1
+            assert limit > 0, "requests do not end"
