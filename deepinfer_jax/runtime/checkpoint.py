@@ -8,7 +8,7 @@ shape and dtype, and nothing else may be.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ class Checkpoint(NamedTuple):
     tokenizer: Path
 
 
+@runtime_checkable
 class Reader(Protocol):
     """Gives regions of leaves as they are stored."""
 
@@ -91,18 +92,23 @@ def read(
         classes = _token_map(path, cfg)
     if layout is not None and mesh is None:
         mesh = layout.mesh()
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def leaf(key: tuple[Any, ...], param: spec.Param) -> jax.Array | None:
-        name = spec.path_name(key)
-        if name not in present:
-            return None
+    def sharding(key: tuple[Any, ...], param: spec.Param) -> jax.sharding.Sharding:
         if layout is None or mesh is None:
-            sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        else:
-            sharding = layout.sharding(param.axes, param.shape, mesh, name)
-        return place(reader, name, param, sharding)
+            return one
+        return layout.sharding(param.axes, param.shape, mesh, spec.path_name(key))
 
-    weights = jax.tree_util.tree_map_with_path(leaf, transformer.abstract(cfg))
+    def leaf(
+        key: tuple[Any, ...], param: spec.Param, placed: jax.sharding.Sharding
+    ) -> jax.Array | None:
+        name = spec.path_name(key)
+        return place(reader, name, param, placed) if name in present else None
+
+    declared = transformer.abstract(cfg)
+    # All shardings first: a layout that does not fit is an error before anything is read.
+    shardings = jax.tree_util.tree_map_with_path(sharding, declared)
+    weights = jax.tree_util.tree_map_with_path(leaf, declared, shardings)
     return Checkpoint(cfg, weights, classes, path / "tokenizer.json")
 
 
