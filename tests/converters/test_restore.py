@@ -18,7 +18,7 @@ LEAVES = {
     "w2_scales": (spec.Param((8, 1024, 256), "float8_e8m0fnu", ("expert", None, "ffn")), 1),
     "table": (spec.Param((80_000, 64), "float8_e4m3fn", ("engram_rows", None)), 0),
     "wq_b": (spec.Param((4096, 640), "float8_e4m3fn", ("heads", "q_rank")), 0),
-    "head": (spec.Param((4096, 160), "bfloat16", ("vocab", "embed")), 0),
+    "head": (spec.Param((8192, 160), "bfloat16", ("vocab", "embed")), 0),
     "norm": (spec.Param((640,), "float32", (None,)), 0),
 }
 
