@@ -83,7 +83,9 @@ def test_each_device_reads_its_slice(folder, devices, rules):
             assert wanted <= read <= 1.05 * wanted + 4096, (name, devices, read, wanted)
         before = bytes_read()
         array = checkpoints.place(folder, name, param, sharding)
-        assert bytes_read() - before == sum(read for read, _ in cost.values())
+        together = bytes_read() - before  # an index that several reads share may be read once
+        assert sum(wanted for _, wanted in cost.values()) <= together
+        assert together <= sum(read for read, _ in cost.values())
         assert np.asarray(array).tobytes() == values(name).tobytes()
         for shard in array.addressable_shards:
             assert shard.data.shape == sharding.shard_shape(param.shape)
