@@ -1,0 +1,190 @@
+"""Text to ids and back: the checkpoint's own tokenizer, and text that grows token by token.
+
+The tokenizer is byte-level BPE: each token stands for a fixed byte string, and the text of some ids
+is the UTF-8 decoding of their bytes in a row, U+FFFD for what is no UTF-8. So text can be built
+byte by byte, with nothing decoded twice and nothing guessed:
+
+    stream = TextStream(tokenizer, stop=("\\n\\n",))
+    for token in ids: ...  stream.push(token) -> the stop string that is now complete, or None
+    stream.text      # all that can no longer change: no half character, no half stop string
+    stream.finish()  # no more tokens: the text equals tokenizer.decode(ids)
+
+Special tokens give no text. An id that the tokenizer does not know (a head padded past it) gives
+none either; a tokenizer with more ids than the head is the engine's business, which refuses ids
+outside the vocabulary.
+"""
+
+import bisect
+import codecs
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+
+def _byte_of_character() -> dict[str, int]:
+    """Byte-level BPE writes printable Latin-1 as itself and the other bytes as U+0100 onwards."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF = _byte_of_character()
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ValueError naming the file."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: cannot be read as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return value
+
+
+class Tokenizer:
+    """``tokenizer.json`` of a checkpoint folder, with the markers its config names.
+
+    bos_id, eos_id: from ``tokenizer_config.json`` (strings or objects with "content"), else those
+    given (from config.json), else None. add_bos: whether a prompt begins with bos by itself.
+    size: one more than the highest id.
+    """
+
+    def __init__(self, folder: str | Path, bos_id: int | None = None, eos_id: int | None = None):
+        """Raises ValueError, naming file and field, for a tokenizer that cannot be used."""
+        path = Path(folder) / "tokenizer.json"
+        if not path.is_file():
+            raise ValueError(f"{path}: no such file; text needs the checkpoint's tokenizer")
+        try:
+            self._inner = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises its bare base class
+            raise ValueError(f"{path}: not a tokenizer: {error}") from None
+        decoder = _object(path).get("decoder")
+        if not isinstance(decoder, dict) or decoder.get("type") != "ByteLevel":
+            raise ValueError(f"{path}: decoder {decoder!r}: expected byte-level BPE")
+        self._inner.no_padding()
+        self._inner.no_truncation()
+        path = path.with_name("tokenizer_config.json")
+        config = _object(path) if path.is_file() else {}
+        self.bos_id = self._marker(path, config, "bos_token", bos_id)
+        self.eos_id = self._marker(path, config, "eos_token", eos_id)
+        self.add_bos = config.get("add_bos_token") is True
+        added = self._inner.get_added_tokens_decoder()
+        self._special = {token for token, entry in added.items() if entry.special}
+        self._bytes: dict[int, bytes] = {}
+        self.size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
+
+    def _marker(
+        self, path: Path, config: dict[str, Any], name: str, given: int | None
+    ) -> int | None:
+        value = config.get(name)
+        if isinstance(value, dict):
+            value = value.get("content")
+        if value is None:
+            return given
+        token = self._inner.token_to_id(value) if isinstance(value, str) else None
+        if token is None:
+            raise ValueError(f"{path}: {name} {value!r} is not a token of tokenizer.json")
+        return token
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text, bos in front if the checkpoint asks for it. Raises ValueError for a lone
+        surrogate, which is no text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"prompt: character {error.start} is a lone surrogate") from None
+        ids = self._inner.encode(text, add_special_tokens=False).ids
+        if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids, special and unknown ones left out."""
+        return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
+
+    def bytes_of(self, token: int) -> bytes:
+        """What one id adds to the text."""
+        found = self._bytes.get(token)
+        if found is None:
+            text = None if token in self._special else self._inner.id_to_token(token)
+            found = b"" if text is None else _raw(text)
+            self._bytes[token] = found
+        return found
+
+
+def _raw(text: str) -> bytes:
+    """Bytes of a vocabulary entry; an added token that is not spelt in byte letters is itself."""
+    if all(character in _BYTE_OF for character in text):
+        return bytes(_BYTE_OF[character] for character in text)
+    return text.encode()
+
+
+class TextStream:
+    """The text of one sample as its tokens arrive.
+
+    A stop string is found at the first token that completes one, wherever it began; of several, the
+    one that began first. The text is cut in front of it, and ``kept`` counts the tokens that have a
+    byte in what is left, so that ids and log-probabilities can be cut alike. Stop strings completed
+    by a token before the ``min_tokens``-th do not count.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), min_tokens: int = 0):
+        self._tokenizer, self._min = tokenizer, min_tokens
+        self._stops = [(text, text.encode()) for text in stop]
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._bytes = bytearray()
+        self._starts: list[int] = []  # where each token's bytes begin
+        self._shown = 0  # bytes given to the decoder
+        self.text = ""
+        self.stopped: str | None = None
+
+    @property
+    def kept(self) -> int:
+        """Tokens that the text is made of: all of them, or those before the stop string."""
+        if self.stopped is None:
+            return len(self._starts)
+        return bisect.bisect_left(self._starts, self._shown)
+
+    def push(self, token: int) -> str | None:
+        """Add a token; the stop string it completes, if any: then the text is final."""
+        if self.stopped is not None:
+            raise ValueError(f"the text has ended at {self.stopped!r}")
+        begin = len(self._bytes)
+        self._starts.append(begin)
+        self._bytes += self._tokenizer.bytes_of(token)
+        if len(self._starts) >= self._min:
+            found = [
+                (at, text)
+                for text, raw in self._stops
+                if (at := self._bytes.find(raw, max(0, begin - len(raw) + 1))) >= 0
+            ]
+            if found:
+                cut, self.stopped = min(found, key=lambda pair: pair[0])
+                self._show(cut, final=True)
+                return self.stopped
+        self._show(len(self._bytes) - self._held(), final=False)
+        return None
+
+    def finish(self) -> str:
+        """The whole text: what was held back is shown, half a character as U+FFFD."""
+        if self.stopped is None:
+            self._show(len(self._bytes), final=True)
+        return self.text
+
+    def _held(self) -> int:
+        """Bytes at the end that may be the beginning of a stop string."""
+        longest = 0
+        for _, raw in self._stops:
+            for size in range(min(len(raw) - 1, len(self._bytes)), longest, -1):
+                if self._bytes.endswith(raw[:size]):
+                    longest = size
+                    break
+        return longest
+
+    def _show(self, end: int, final: bool) -> None:
+        self.text += self._decoder.decode(bytes(self._bytes[self._shown : end]), final)
+        self._shown = end
