@@ -13,12 +13,13 @@ step, which `tokens` uses to share table rows.
 
 import dataclasses
 from collections import deque
+from collections.abc import Callable
 
 import numpy as np
 from jaxtyping import Bool, Int
 
 from deepinfer_jax.structured.errors import Budget
-from deepinfer_jax.structured.nfa import Nfa
+from deepinfer_jax.structured.nfa import Nfa, code_points
 from deepinfer_jax.structured.ranges import MAX, Path, Ranges, union
 
 _MINIMISE = 8192  # above, what the builders give is nearly minimal and the rounds would dominate
@@ -247,16 +248,27 @@ def product(a: Dfa, b: Dfa, budget: Budget, *, subtract: bool = False) -> Dfa:
     return minimise(Dfa(starts, classes.reshape(-1), table, np.array(accept)), budget)
 
 
-def embed(nfa: Nfa, start: int, dfa: Dfa) -> int:
-    """Append a language over code points to a graph, spelled as the graph spells."""
+def unite(dfas: list[Dfa], budget: Budget) -> Dfa:
+    """Texts of any of some languages over code points."""
+    nfa = Nfa(code_points, budget)
+    start, end = nfa.node(), nfa.node()
+    for dfa in dfas:
+        nfa.skip(embed(nfa, start, dfa), end)
+    return determinise(nfa, start, end, MAX + 1)
+
+
+def embed(
+    nfa: Nfa, start: int, dfa: Dfa, spell: Callable[[Ranges], tuple[Path, ...]] | None = None
+) -> int:
+    """Append a language over code points to a graph, spelled as the graph spells or as given."""
+    spell = spell or nfa.spell
     nodes = [nfa.node() for _ in range(dfa.states)]
     end = nfa.node()
     if not dfa.empty():
         nfa.skip(start, nodes[1])
     for state in range(1, dfa.states):
         for target, ranges in dfa.ranges(state).items():
-            paths: tuple[Path, ...] = nfa.spell(ranges)
-            nfa.follow(nodes[state], paths, nodes[target])
+            nfa.follow(nodes[state], spell(ranges), nodes[target])
         if dfa.accept[state]:
             nfa.skip(nodes[state], end)
     return end

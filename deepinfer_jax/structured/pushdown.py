@@ -28,6 +28,7 @@ from deepinfer_jax.structured.errors import TierError
 from deepinfer_jax.structured.nfa import ENTRY, Nfa
 
 DEAD, DONE, START = 0, 1, 2
+MAX_POP = 8  # levels that one token may close, and so one byte
 _PENDING = 6  # calls that may be open without being pushed
 
 Pending = tuple[tuple[str, int], ...]
@@ -186,7 +187,8 @@ class _Construction:
         )
 
     def check(self, machine: Pushdown) -> None:
-        """Refuse a byte on which a state may go on and also end, given some stack below it."""
+        """Refuse a byte on which a state may go on and also end, given some stack below it, and
+        rules that end together in any number."""
         own = machine.action != 0
         frames = [frozenset(), frozenset(), *(frame for frame, _ in self.states)]
         follow = {
@@ -194,18 +196,24 @@ class _Construction:
             for frame, ends in self.ends.items()
             for e in ends
         }
+        closed = dict.fromkeys(follow, 1)
         changed = True
         while changed:
             changed = False
             for (caller, _), symbol in self.returns.items():
                 for ended in machine.ends[symbol]:
                     target = machine.goto[symbol, ended]
-                    after = own[target].copy()
+                    after, levels = own[target].copy(), 1
                     if machine.final[target]:
-                        after |= follow[(caller, int(machine.final[target]) - 1)]
+                        below = (caller, int(machine.final[target]) - 1)
+                        after |= follow[below]
+                        levels += closed[below]
+                    if levels > MAX_POP:
+                        raise TierError(f"more than {MAX_POP} rules may end at one byte")
                     key = (self.callee[symbol], ended)
-                    changed |= bool((after & ~follow[key]).any())
+                    changed |= levels > closed[key] or bool((after & ~follow[key]).any())
                     follow[key] |= after
+                    closed[key] = max(closed[key], levels)
         for state in np.nonzero(machine.final)[0]:
             both = own[state] & follow[(frames[state], int(machine.final[state]) - 1)]
             if both.any():

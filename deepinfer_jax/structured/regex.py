@@ -226,21 +226,29 @@ def _divide(dfa: Dfa, budget: Budget) -> Dfa:
     return minimise(Dfa(dfa.starts[inside], classes, moved, accept[swap]), budget)
 
 
+def tree(pattern: str, *, search: bool = False) -> Tree:
+    """The syntax tree of a pattern; `RegexError` if it is malformed or not supported."""
+    return _read(pattern, search)[1]
+
+
+def _read(pattern: str, search: bool) -> tuple[_Reader, Tree, int]:
+    try:
+        parsed = sre_parser.parse(pattern)
+    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
+        raise RegexError(f"regex {pattern!r}: {error}") from None
+    reader = _Reader(pattern, search)
+    return reader, reader.sequence(parsed, parsed.state.flags), parsed.state.flags
+
+
 def language(pattern: str, budget: Budget, *, search: bool = False) -> Dfa:
     """The automaton over code points of a pattern.
 
     search: match anywhere in the text, as ``pattern`` in a JSON schema does. Raises `RegexError`
     for a malformed or unsupported pattern, `TierError` where a limit is reached.
     """
-    try:
-        parsed = sre_parser.parse(pattern)
-    except (re.error, OverflowError, RecursionError, FutureWarning) as error:
-        raise RegexError(f"regex {pattern!r}: {error}") from None
-    reader = _Reader(pattern, search)
-    flags = parsed.state.flags
-    tree = reader.sequence(parsed, flags)
+    reader, inner, flags = _read(pattern, search)
     simple = reader.plain and not reader.anchored and not search and flags == re.UNICODE.value
-    if simple and "[]" not in pattern and _weight(tree) <= _INTEREGULAR:
+    if simple and "[]" not in pattern and _weight(inner) <= _INTEREGULAR:
         dfa = _from_interegular(pattern)
         if dfa is not None:
             return minimise(dfa, budget)
@@ -252,6 +260,6 @@ def language(pattern: str, budget: Budget, *, search: bool = False) -> Dfa:
         after = Choice((EMPTY, Sequence((after, end))))
     nfa = Nfa(code_points, budget)
     start = nfa.node()
-    end = nfa.tree(Sequence((before, tree, after)), start)
+    end = nfa.tree(Sequence((before, inner, after)), start)
     dfa = determinise(nfa, start, end, MAX + 3 if reader.anchored else MAX + 1)
     return _divide(dfa, budget) if reader.anchored else dfa

@@ -104,6 +104,16 @@ def classify(
     return np.stack([columns[i] for i in used.tolist()]), classes
 
 
+def distinct(
+    columns: Int[np.ndarray, "classes states"], classes: UInt16[np.ndarray, " vocabulary"]
+) -> tuple[Int[np.ndarray, "kept states"], UInt16[np.ndarray, " vocabulary"]]:
+    """Columns without repetitions, and the tokens' columns among them."""
+    number: dict[bytes, int] = {}
+    renamed = np.array([number.setdefault(c.tobytes(), len(number)) for c in columns], np.uint16)
+    first = np.unique(renamed, return_index=True)[1]
+    return columns[first], renamed[classes]
+
+
 @dataclasses.dataclass(frozen=True)
 class Rows:
     """outcome: distinct rows, encoded as the module says. row: which one each state has."""

@@ -1,0 +1,234 @@
+"""The mask and the next state of grammars, on the device: pure functions of fixed-shape tables.
+
+    allowed[row, class] = need after the class <= max(remaining - 1, need now - 1)
+    mask[row, token]    = allowed[row, class of token]
+    state after token   = outcome[row of state, class of token]
+
+``need`` is the least number of tokens that still completes the text, EOS included (`stack`), so one
+comparison does three things: it forbids what the grammar forbids (need is infinite), it keeps the
+end within reach of the tokens that remain, and EOS passes exactly where the text may end. With too
+few tokens left it follows a shortest completion. Everything a row needs is a few gathers; there is
+no loop over bytes and none over the vocabulary but the last gather.
+
+A grammar is a range of one int32 arena and a row of token classes; ``header`` says where its parts
+start. A new grammar overwrites cells, so nothing compiles when one arrives. States are local to
+their grammar: a sequence can move to another pool or slot. Rolling back is keeping an older state.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Bool, Int, Int32
+
+from deepinfer_jax.structured.pushdown import DEAD, DONE, MAX_POP, START
+from deepinfer_jax.structured.stack import MAX_PUSH
+from deepinfer_jax.structured.tokens import BIAS
+
+FREE = -1  # grammar of a row that is not constrained
+MAX_TRIGGER = 16  # token ids of a trigger
+# Fields of a header: offsets into the arena, then sizes.
+BASE, STATES, EDGES, EXITS, RETURNS, RETURN_COUNT, TRIGGER, TRIGGER_LENGTH = range(8)
+HEADER = 8
+EDGE = 2 + MAX_PUSH  # an edge: next state (-1: exit), cost, return symbols
+HEIGHT = 24  # a cost is need + (height << HEIGHT)
+_NEED = (1 << HEIGHT) - 1
+_NEVER = np.int32(1 << 30)
+
+
+@struct.dataclass
+class Pool:
+    """Tables of the grammars that are loaded; see `pool.PoolManager`, which fills it.
+
+    token_class: uint16 [grammars, vocab]. header: int32 [grammars, HEADER]. arena: int32 [cells].
+    classes, edges: most that one grammar may have, static.
+    """
+
+    token_class: Any
+    header: Any
+    arena: Any
+    classes: int = struct.field(pytree_node=False)
+    edges: int = struct.field(pytree_node=False)
+
+
+@struct.dataclass
+class GrammarState:
+    """Where sequences are in their grammars; all fields int32 with the same leading dimensions.
+
+    grammar: index in the pool, FREE without one. state: state of the automaton. trigger: tokens of
+    the trigger seen so far, -1 once it is complete. depth, stack [..., levels]: open calls.
+    """
+
+    grammar: Any
+    state: Any
+    trigger: Any
+    depth: Any
+    stack: Any
+
+
+def start(grammar: int, *, levels: int, trigger: bool = False) -> GrammarState:
+    """The state of a new sequence, without leading dimensions; grammar FREE: unconstrained."""
+    zero = jnp.zeros((), jnp.int32)
+    return GrammarState(
+        grammar=zero + grammar,
+        state=zero + START,
+        trigger=zero + (0 if trigger else -1),
+        depth=zero,
+        stack=jnp.zeros((levels,), jnp.int32),
+    )
+
+
+def free(shape: tuple[int, ...], *, levels: int) -> GrammarState:
+    """Unconstrained states with leading dimensions ``shape``."""
+    one = start(FREE, levels=levels)
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), one)
+
+
+def _read(arena: Int32[Array, " cells"], index: Int[Array, "..."]) -> Int32[Array, "..."]:
+    """Cells of the arena. Rows that are not constrained read anywhere; their result is dropped."""
+    return arena.at[index].get(mode="clip")
+
+
+def _rows(state: GrammarState) -> tuple[GrammarState, tuple[int, ...]]:
+    lead = state.state.shape
+    return jax.tree.map(lambda x: x.reshape((-1, *x.shape[len(lead) :])), state), lead
+
+
+def _active(state: GrammarState) -> Bool[Array, " rows"]:
+    return (state.grammar >= 0) & (state.trigger < 0) & (state.state > DONE)
+
+
+def _pop(
+    pool: Pool, head: Any, outcome: Any, stack: Int32[Array, "rows levels"], depth: Any
+) -> tuple[Int32[Array, "rows n"], Int32[Array, "rows n"]]:
+    """Follow exits down the stack: the outcome that is none, and the depth it is at.
+
+    outcome: int32 [rows, n] with absolute next states, depth: int32 [rows, 1].
+    """
+    with jax.named_scope("grammar_pop"):
+        depth = jnp.broadcast_to(depth, outcome.shape)
+        for _ in range(MAX_POP):
+            edge = -1 - outcome
+            leaves = (outcome < 0) & (_read(pool.arena, head[EDGES] + edge * EDGE) < 0)
+            top = jnp.take_along_axis(stack, jnp.maximum(depth - 1, 0), axis=1)
+            cell = head[EXITS] + edge * head[RETURN_COUNT] + top
+            after = jnp.where(depth > 0, _read(pool.arena, cell), DEAD)
+            outcome = jnp.where(leaves, after, outcome)
+            depth = depth - leaves.astype(jnp.int32)
+        return outcome, depth
+
+
+def _header(pool: Pool, grammar: Int32[Array, " rows"]) -> list[Int32[Array, "rows 1"]]:
+    head = pool.header[jnp.maximum(grammar, 0)]
+    return [head[:, i : i + 1] for i in range(HEADER)]
+
+
+def _outcome_row(pool: Pool, head: Any, state: Any) -> Int32[Array, "rows 1"]:
+    return head[BASE] + _read(pool.arena, head[STATES] + 2 * state[:, None])
+
+
+def mask(
+    pool: Pool, state: GrammarState, remaining: Int32[Array, "*lead"]
+) -> Bool[Array, "*lead vocab"]:
+    """Tokens that each row may sample now.
+
+    remaining: tokens that the sequence may still produce, this one and EOS included. Rows that are
+    free, waiting for their trigger or past their end allow everything. A constrained row allows at
+    least one token.
+    """
+    with jax.named_scope("grammar_mask"):
+        state, lead = _rows(state)
+        budget = remaining.reshape(-1, 1)
+        head = _header(pool, state.grammar)
+        levels = state.stack.shape[1]
+        position = jnp.arange(levels, dtype=jnp.int32)[None, :]
+        owed = _read(pool.arena, head[RETURNS] + state.stack)
+        owed = jnp.where(position < state.depth[:, None], owed, 0)
+        below = jnp.cumsum(jnp.pad(owed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+
+        def total(cost: Any, depth: Any) -> Any:
+            """Need of the whole sequence, or never where the stack would not hold."""
+            need = cost & _NEED
+            whole = need + jnp.take_along_axis(below, depth, axis=1)
+            possible = (need < _NEED) & (depth + (cost >> HEIGHT) <= levels)
+            return jnp.where(possible, whole, _NEVER)
+
+        edges = jnp.arange(pool.edges, dtype=jnp.int32)[None, :]
+        start_edges = jnp.broadcast_to(-1 - edges, (state.state.shape[0], pool.edges))
+        outcome, depth = _pop(pool, head, start_edges, state.stack, state.depth[:, None])
+        into = _read(pool.arena, head[STATES] + 2 * (outcome - BIAS) + 1)
+        opened = _read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE + 1)
+        ended = (outcome < 0) & (_read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE) < 0)
+        edge_need = total(jnp.where(outcome > 0, into, opened), depth)
+        edge_need = jnp.where((outcome == DEAD) | ended, _NEVER, edge_need)
+
+        classes = jnp.arange(pool.classes, dtype=jnp.int32)[None, :]
+        outcome = _read(pool.arena, _outcome_row(pool, head, state.state) + classes)
+        cell = head[STATES] + 2 * (state.state[:, None] + outcome - BIAS) + 1
+        here = jnp.broadcast_to(state.depth[:, None], outcome.shape)
+        plain = total(_read(pool.arena, cell), here)
+        moved = jnp.take_along_axis(edge_need, jnp.clip(-1 - outcome, 0, pool.edges - 1), axis=1)
+        need = jnp.where(outcome > 0, plain, jnp.where(outcome < 0, moved, _NEVER))
+
+        now = _read(pool.arena, head[STATES] + 2 * state.state[:, None] + 1) & _NEED
+        now = now + jnp.take_along_axis(below, state.depth[:, None], axis=1)
+        allowed = need <= jnp.maximum(budget, now) - 1
+        of_token = pool.token_class[jnp.maximum(state.grammar, 0)].astype(jnp.int32)
+        allowed = jnp.take_along_axis(allowed, of_token, axis=1, mode="promise_in_bounds")
+        allowed = allowed | ~_active(state)[:, None]
+        return allowed.reshape(*lead, allowed.shape[1])
+
+
+def advance(pool: Pool, state: GrammarState, token: Int32[Array, "*lead"]) -> GrammarState:
+    """States after one more token each.
+
+    A token that the mask forbids leaves a state that allows everything: such a row is never kept.
+    The end of sequence makes a row free.
+    """
+    with jax.named_scope("grammar_advance"):
+        state, lead = _rows(state)
+        token = token.reshape(-1)
+        head = _header(pool, state.grammar)
+        levels = state.stack.shape[1]
+        of_token = pool.token_class[jnp.maximum(state.grammar, 0), token].astype(jnp.int32)
+        row = _outcome_row(pool, head, state.state)
+        outcome = _read(pool.arena, row + of_token[:, None])
+        outcome = jnp.where(outcome > 0, outcome + state.state[:, None], outcome)
+        outcome, depth = _pop(pool, head, outcome, state.stack, state.depth[:, None])
+
+        edge = head[EDGES] + jnp.maximum(-1 - outcome, 0) * EDGE
+        pushes = outcome < 0
+        target = jnp.where(pushes, _read(pool.arena, edge), outcome - BIAS)[:, 0]
+        target = jnp.where(outcome[:, 0] == DEAD, DEAD, target)
+        position = jnp.arange(levels, dtype=jnp.int32)[None, :]
+        offset = position - depth
+        symbol = _read(pool.arena, edge + 2 + jnp.clip(offset, 0, MAX_PUSH - 1))
+        opened = pushes & (offset >= 0) & (offset < MAX_PUSH) & (symbol >= 0)
+        depth = depth + opened.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        stack = jnp.where(position < depth, jnp.where(opened, symbol, state.stack), 0)
+
+        active = _active(state)
+        moved = state.replace(
+            grammar=jnp.where(active & (target == DONE), FREE, state.grammar),
+            state=jnp.where(active, target, state.state),
+            trigger=_trigger(pool, head, state, token),
+            depth=jnp.where(active, depth[:, 0], state.depth),
+            stack=jnp.where(active[:, None], stack, state.stack),
+        )
+        return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), moved)
+
+
+def _trigger(
+    pool: Pool, head: Any, state: GrammarState, token: Int32[Array, " rows"]
+) -> Int32[Array, " rows"]:
+    """Progress in the trigger: a Knuth-Morris-Pratt automaton over its distinct tokens."""
+    slots = jnp.arange(MAX_TRIGGER, dtype=jnp.int32)[None, :]
+    same = _read(pool.arena, head[TRIGGER] + slots) == token[:, None]
+    slot = jnp.argmax(same, axis=1, keepdims=True).astype(jnp.int32)
+    cell = head[TRIGGER] + MAX_TRIGGER * (1 + jnp.maximum(state.trigger[:, None], 0)) + slot
+    seen = jnp.where(same.any(axis=1), _read(pool.arena, cell)[:, 0], 0)
+    seen = jnp.where(seen == head[TRIGGER_LENGTH][:, 0], -1, seen)
+    waiting = (state.grammar >= 0) & (state.trigger >= 0)
+    return jnp.where(waiting, seen, state.trigger)

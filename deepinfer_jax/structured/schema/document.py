@@ -1,0 +1,198 @@
+"""A schema document: its subschemas by JSON pointer, checked keywords, resolved references.
+
+Every keyword is one of four: supported, an annotation (ignored), a known assertion that automata
+cannot keep (refused), or unknown (refused too: a misspelled keyword would constrain nothing).
+"lenient" turns refusals into warnings. References resolve inside the document, through ``$id``
+(relative to the enclosing one), ``$anchor`` and pointers; another document is refused.
+"""
+
+import dataclasses
+import json
+from typing import Any
+from urllib.parse import unquote, urldefrag, urljoin
+
+from deepinfer_jax.structured.errors import GrammarError, SchemaError
+
+_TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+_SUBSCHEMA = ("items", "additionalItems", "additionalProperties", "propertyNames", "contains")
+_SUBSCHEMA += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
+_SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_ANNOTATIONS = {
+    *("$schema", "$comment", "$vocabulary", "$id", "$anchor", "$defs", "definitions", "title"),
+    *("description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
+    *("discriminator", "externalDocs", "xml", "contentEncoding", "contentMediaType"),
+    *("contentSchema",),
+}
+_REFUSED = {
+    *("not", "if", "then", "else", "contains", "minContains", "maxContains", "dependentRequired"),
+    *("dependentSchemas", "dependencies", "unevaluatedItems", "$dynamicRef", "$dynamicAnchor"),
+    *("$recursiveRef", "$recursiveAnchor"),
+}
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, dict | bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value == int(value)
+
+
+def _is_text_list(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(v, str) for v in value)
+
+
+def _is_types(value: Any) -> bool:
+    return all(v in _TYPES for v in (value if isinstance(value, list) else [value]))
+
+
+def _is_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_schema, value))
+
+
+def _is_schema_map(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(_is_schema, value.values()))
+
+
+_NUMBER, _COUNT = (_is_number, "a number"), (_is_count, "a whole number of at least 0")
+_SCHEMA = (_is_schema, "a schema (an object or a boolean)")
+_SCHEMAS = (lambda v: _is_schemas(v) and len(v) > 0, "a non-empty list of schemas")
+_SCHEMA_MAP = (_is_schema_map, "an object of schemas")
+_TEXT, _FLAG = (lambda v: isinstance(v, str), "a string"), (lambda v: isinstance(v, bool), "a bool")
+_SUPPORTED = {
+    "type": (_is_types, f"one or a list of {', '.join(_TYPES)}"),
+    "enum": (lambda v: isinstance(v, list) and len(v) > 0, "a non-empty list"),
+    "const": (lambda v: True, ""),
+    "$ref": _TEXT,
+    **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SCHEMAS),
+    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+    "multipleOf": (lambda v: _is_number(v) and v > 0, "a number above 0"),
+    **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _COUNT),
+    **dict.fromkeys(("minProperties", "maxProperties"), _COUNT),
+    **dict.fromkeys(("pattern", "format"), _TEXT),
+    "items": (lambda v: _is_schema(v) or _is_schemas(v), "a schema or a list of schemas"),
+    **dict.fromkeys(("additionalItems", "additionalProperties", "propertyNames"), _SCHEMA),
+    "unevaluatedProperties": _SCHEMA,
+    **dict.fromkeys(("properties", "patternProperties"), _SCHEMA_MAP),
+    "required": (_is_text_list, "a list of strings"),
+    "uniqueItems": _FLAG,
+}
+
+
+def escape(key: str) -> str:
+    """A key as a part of a JSON pointer."""
+    return key.replace("~", "~0").replace("/", "~1")
+
+
+@dataclasses.dataclass
+class Document:
+    """root: the parsed schema. warnings: filled when lenient."""
+
+    root: Any
+    lenient: bool = False
+    warnings: list[str] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._base: dict[str, str] = {}
+        self._resource: dict[str, str] = {}
+        self._checked: set[str] = set()
+        if not _is_schema(self.root):
+            raise SchemaError("", "a schema is an object or a boolean")
+        self._index("", self.root, "")
+
+    @staticmethod
+    def parse(schema: Any, lenient: bool) -> "Document":
+        """From a schema, or its JSON text."""
+        if isinstance(schema, str):
+            try:
+                schema = json.loads(schema)
+            except ValueError as error:
+                raise GrammarError(f"json_schema is not JSON: {error}") from None
+        return Document(schema, lenient)
+
+    def _index(self, pointer: str, schema: Any, base: str) -> None:
+        """Record the base address of each subschema, and where ids and anchors are."""
+        if isinstance(schema.get("$id") if isinstance(schema, dict) else None, str):
+            base = urljoin(base, schema["$id"])
+            self._resource.setdefault(urldefrag(base)[0], pointer)
+        if pointer == "":
+            self._resource.setdefault(base, pointer)
+        self._base[pointer] = base
+        if not isinstance(schema, dict):
+            return
+        if isinstance(schema.get("$anchor"), str):
+            self._resource[f"{urldefrag(base)[0]}#{schema['$anchor']}"] = pointer
+        for keyword, value in schema.items():
+            at = f"{pointer}/{escape(keyword)}"
+            if keyword in _SUBSCHEMA and _is_schema(value):
+                self._index(at, value, base)
+            elif keyword in _SUBSCHEMA_LISTS and isinstance(value, list):
+                for i, inner in enumerate(value):
+                    if _is_schema(inner):
+                        self._index(f"{at}/{i}", inner, base)
+            elif keyword in _SUBSCHEMA_MAPS and isinstance(value, dict):
+                for key, inner in value.items():
+                    if _is_schema(inner):
+                        self._index(f"{at}/{escape(key)}", inner, base)
+
+    def refuse(self, pointer: str, message: str) -> None:
+        """Raise for what is not supported; a warning when lenient."""
+        if not self.lenient:
+            raise SchemaError(pointer, message)
+        self.warnings.append(f"#{pointer}: {message}, ignored")
+
+    def at(self, pointer: str) -> Any:
+        """The subschema at a pointer, its keywords checked."""
+        schema = self.root
+        for part in pointer.split("/")[1:]:
+            part = part.replace("~1", "/").replace("~0", "~")
+            try:
+                schema = schema[int(part)] if isinstance(schema, list) else schema[part]
+            except (KeyError, IndexError, ValueError, TypeError):
+                raise SchemaError(pointer, "no such place in the document") from None
+        if not _is_schema(schema):
+            raise SchemaError(pointer, "expected a schema, an object or a boolean")
+        if isinstance(schema, dict) and pointer not in self._checked:
+            self._checked.add(pointer)
+            for keyword, value in schema.items():
+                self._check(pointer, keyword, value)
+        return schema
+
+    def _check(self, pointer: str, keyword: str, value: Any) -> None:
+        if keyword in _SUPPORTED:
+            test, expected = _SUPPORTED[keyword]
+            if not test(value):
+                raise SchemaError(f"{pointer}/{escape(keyword)}", f"{keyword} must be {expected}")
+        elif keyword in _REFUSED:
+            self.refuse(f"{pointer}/{escape(keyword)}", f"keyword {keyword!r} is not supported")
+        elif keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
+            self.refuse(f"{pointer}/{escape(keyword)}", f"unknown keyword {keyword!r}")
+
+    def resolve(self, pointer: str) -> str:
+        """Where the ``$ref`` of the subschema at a pointer leads."""
+        reference = self.at(pointer)["$ref"]
+        place = f"{pointer}/$ref"
+        target = urljoin(self._base.get(pointer, ""), reference)
+        if reference.startswith("#"):  # urljoin drops the fragment of some schemes
+            target = urldefrag(self._base.get(pointer, ""))[0] + reference
+        address, fragment = urldefrag(target)
+        fragment = unquote(fragment)
+        if fragment and not fragment.startswith("/"):
+            found = self._resource.get(f"{address}#{fragment}")
+        else:
+            found = self._resource.get(address)
+            found = None if found is None else found + fragment
+        if found is None:
+            raise SchemaError(place, f"reference {reference!r} leads out of the document")
+        try:
+            self.at(found)
+        except SchemaError as error:
+            if error.pointer != found:
+                raise
+            raise SchemaError(place, f"reference {reference!r} leads nowhere") from None
+        return found
