@@ -48,7 +48,7 @@ class Converted:
                 found = store.open_leaf(
                     self.path / WEIGHTS, path, self.table.params[path], self.context
                 )
-            except ValueError as error:
+            except OSError as error:
                 raise CheckpointError([str(error)]) from None
             self._open[path] = found
         return self._open[path]
@@ -73,10 +73,10 @@ class Converted:
 
     def _result(self, path: str, future: Any) -> np.ndarray:
         try:
-            return future.result()
-        except (ValueError, RuntimeError) as error:  # tensorstore's kinds for a failed read
+            return store.wait(future)
+        except OSError as error:
             where = self.path / WEIGHTS / store.folder_name(path)
-            raise CheckpointError([f"{where}: {str(error).splitlines()[0]}"]) from error
+            raise CheckpointError([f"{where}: {error}"]) from error
 
     @property
     def is_slice(self) -> bool:

@@ -177,18 +177,26 @@ class _Conversion:
             st.Reader() as self._reader,
         ):
             self._commit: Future[None] = self._committer.submit(lambda: None)
-            for leaf, cut, found in self._plan:
-                waiting = [piece for piece in found if not self._is_settled(piece)]
-                if waiting:
-                    param = self._job.table.params[leaf]
-                    array = store.create(self._weights, leaf, param, cut, self._context)
-                    for piece in waiting:
-                        self._launch(piece, array)
-            while self._flights:
-                self._land()
-            self._flush()
-            self._commit.result()
+            try:
+                for leaf, cut, found in self._plan:
+                    self._write_leaf(leaf, cut, found)
+                while self._flights:
+                    self._land()
+                self._flush()
+                self._commit.result()
+            finally:
+                for flight in self._flights:  # nothing writes once the lock is given back
+                    if flight.written is not None:
+                        flight.written.commit.exception()
         return self._digests
+
+    def _write_leaf(self, leaf: str, cut: store.Grid, found: Sequence[plan.Piece]) -> None:
+        waiting = [piece for piece in found if not self._is_settled(piece)]
+        if waiting:
+            param = self._job.table.params[leaf]
+            array = store.create(self._weights, leaf, param, cut, self._context)
+            for piece in waiting:
+                self._launch(piece, array)
 
     def _launch(self, piece: plan.Piece, array: Any) -> None:
         size = plan.nbytes(self._job.table.params, piece)
@@ -240,10 +248,7 @@ class _Conversion:
         ended = flight.hashed.result()
         self._digests |= ended
         if flight.written is not None:
-            try:
-                flight.written.result()
-            except (ValueError, RuntimeError) as error:  # tensorstore's kinds for a failed write
-                raise OSError(str(error).splitlines()[0]) from error
+            store.wait(flight.written)
         file = self._weights / store.folder_name(flight.piece.leaf) / flight.piece.file
         self._landed.append((flight.piece.key, file, {"sha256": ended}))
         self._landed_bytes += flight.nbytes

@@ -14,6 +14,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def context(threads: int) -> ts.Context:
     )
 
 
+def wait(future: Any) -> Any:
+    """Result of a tensorstore future; its failures as one-line `OSError`s."""
+    try:
+        return future.result()
+    except (ValueError, RuntimeError) as error:  # the kinds tensorstore has for a failed operation
+        reason = str(error).splitlines()[0]
+        raise OSError(re.sub(r" \[\w+='.*", "", reason)) from error
+
+
 def create(folder: Path, path: str, param: spec.Param, cut: Grid, threads: ts.Context) -> Any:
     """Create a leaf (or open the equal one that an interrupted run left) for writing."""
     shard = {
@@ -129,18 +139,14 @@ def create(folder: Path, path: str, param: spec.Param, cut: Grid, threads: ts.Co
         "codecs": [shard],
     }
     wanted = _spec(folder, path) | {"metadata": metadata}
-    return ts.open(wanted, create=True, open=True, write=True, context=threads).result()
+    return wait(ts.open(wanted, create=True, open=True, write=True, context=threads))
 
 
 def open_leaf(folder: Path, path: str, param: spec.Param, threads: ts.Context) -> Any:
-    """Open a leaf for reading; `ValueError` if it is absent or of another shape or dtype."""
-    try:
-        leaf = ts.open(_spec(folder, path), open=True, read=True, context=threads).result()
-    except ValueError as error:
-        reason = str(error).splitlines()[0]
-        raise ValueError(f"{folder / folder_name(path)}: cannot be read ({reason})") from None
+    """Open a leaf for reading; `OSError` if it is absent or of another shape or dtype."""
+    leaf = wait(ts.open(_spec(folder, path), open=True, read=True, context=threads))
     if leaf.shape != param.shape or leaf.dtype.numpy_dtype != np.dtype(param.dtype):
-        raise ValueError(
+        raise OSError(
             f"{folder / folder_name(path)}: {leaf.dtype.name}{list(leaf.shape)}; the config "
             f"declares {np.dtype(param.dtype).name}{list(param.shape)}"
         )
