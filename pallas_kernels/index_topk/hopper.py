@@ -1,0 +1,298 @@
+"""Indexer on Hopper (Pallas Mosaic GPU): scores of stored keys and their top k, in two launches.
+
+Scores never reach memory. A warpgroup takes one chunk of the context for a few query rows of one
+group, expands its keys in registers, 64 at a time, as the left operand of the tensor cores (the
+order of the 128 channels in a product is free, so the queries are permuted to the order in which
+the nibbles fall out of a word), and keeps bfloat16 scores in shared memory. The chunk's best k
+with their indices (`pick.py`) go to memory: k of 8,192. The second launch merges the chunks'
+lists, which are in order of index, in the same way; longer contexts merge more than once.
+
+With `pool` the first launch also writes the maximum of every block of 8 entries, and a third one
+turns the best of them into the mask. With `candidate_blocks` the entries of the blocks of a row are
+listed first and the row is scored as a group of its own.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Bool, Float, Int32
+
+from pallas_kernels.index_topk import keys as stored
+from pallas_kernels.index_topk.reference import Keys
+
+TILE = 64
+WIDTH = 128
+POOL_BLOCK = 8
+LISTS = 16384  # entries of a merge by one warpgroup
+CHUNKS = {1: (4, 8192), 2: (4, 8192), 4: (3, 4096)}  # rows together -> (warpgroups, entries a chunk)
+
+
+def select(
+    q: Float[Array, "g w h d"],
+    weights: Float[Array, "g w h"],
+    keys: Keys,
+    visible: Int32[Array, "g w"],
+    *,
+    k: int,
+    block: int | None = None,
+    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
+    pool: tuple[int, int] | None = None,
+) -> Int32[Array, "g w k"] | tuple[Int32[Array, "g w k"], Bool[Array, "g w blocks"]]:
+    """Top k visible entries of every row; arguments as in the package's `select`.
+
+    Raises:
+        NotImplementedError: not bfloat16, keys that are not stored, or sizes without a kernel.
+    """
+    if not isinstance(keys, tuple):
+        raise NotImplementedError("stored keys, got an array")
+    groups, rows, heads, width = q.shape
+    if q.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"queries and weights in bfloat16, got {q.dtype}, {weights.dtype}")
+    if width != WIDTH or heads % 8 or heads > 64:
+        raise NotImplementedError(f"{WIDTH} channels and 8 to 64 heads, got {width} and {heads}")
+    values, scales, entries = keys
+    if values.dtype != jnp.uint8 or scales.dtype != jnp.float8_e8m0fnu:
+        raise NotImplementedError(f"e2m1 keys with e8m0 scales, got {values.dtype}, {scales.dtype}")
+    if pool is not None and pool[0] != POOL_BLOCK:
+        raise NotImplementedError(f"a pool of blocks of {POOL_BLOCK}, got {pool[0]}")
+    if k > 1024 or not entries.shape[1] or not rows:
+        raise NotImplementedError(f"k at most 1024 and some entries, got {k}, {entries.shape}")
+    if candidate_blocks is not None:
+        if block is None or pool is not None:
+            raise NotImplementedError("candidate_blocks with block and without pool")
+        position, count = _candidates(candidate_blocks, visible, block, entries.shape[1])
+        listed = jnp.take_along_axis(
+            jnp.repeat(entries, rows, axis=0), jnp.maximum(position, 0), axis=1
+        )
+        split = lambda x: x.reshape(groups * rows, 1, *x.shape[2:])  # noqa: E731
+        args = (split(q), split(weights), (values, scales, listed), count.reshape(-1, 1))
+        found = select(*args, k=k)[:, 0]
+        picked = jnp.take_along_axis(position, jnp.maximum(found, 0), axis=1)
+        return jnp.where(found < 0, -1, picked).reshape(groups, rows, k)
+    return _select(q, weights, values, scales, entries, visible, k, pool)
+
+
+def _candidates(mask: Array, visible: Array, block: int, entries: int) -> tuple[Array, Array]:
+    """Entries of the chosen blocks of every row, ascending, and how many of them are visible."""
+    groups, rows, blocks = mask.shape
+    mask = mask.reshape(groups * rows, blocks)
+    order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
+    place = jnp.where(mask, order, blocks)
+    number = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), mask.shape)
+    chosen = jnp.full((groups * rows, blocks), blocks, jnp.int32)
+    line = jnp.broadcast_to(jnp.arange(groups * rows)[:, None], mask.shape)
+    chosen = chosen.at[line, place].set(number, mode="drop")
+    position = chosen[..., None] * block + jnp.arange(block, dtype=jnp.int32)
+    position = position.reshape(groups * rows, blocks * block)
+    live = position < jnp.minimum(visible.reshape(-1, 1), entries)
+    return jnp.where(live, position, -1), live.sum(-1, dtype=jnp.int32)
+
+
+def _select(q, weights, values, scales, entries, visible, k, pool):
+    groups, rows, heads, _ = q.shape
+    together = 1 if rows == 1 else 2 if rows == 2 or heads > 32 else 4
+    parts = -(-rows // together)
+    pad = parts * together - rows
+    if pad:
+        q = jnp.pad(q, ((0, 0), (0, pad), (0, 0), (0, 0)))
+        weights = jnp.pad(weights, ((0, 0), (0, pad), (0, 0)))
+        visible = jnp.pad(visible, ((0, 0), (0, pad)))
+    total = entries.shape[1]
+    whole = -(-total // TILE) * TILE
+    entries = jnp.pad(entries, ((0, 0), (0, whole - total)), constant_values=-1)
+    q = stored.permute_queries(q).reshape(groups, parts, together * heads, WIDTH)
+    weights = weights.reshape(groups, parts, together * heads)
+    visible = jnp.minimum(visible, total)
+    workers, chunk = CHUNKS[together]
+    chunks = -(-whole // chunk)
+    keep = -(-k // 8) * 8  # places of a list, so that lists stay aligned
+    score = _score_program(
+        groups, parts, together, heads, whole, chunk, workers, k, pool is not None, _processors()
+    )
+    best, index, *block_best = score(
+        q, weights, visible.reshape(groups, parts, together), values, scales, entries
+    )
+    lines = groups * parts * together
+    best, index = best.reshape(lines, chunks * keep), index.reshape(lines, chunks * keep)
+    while best.shape[1] > keep:
+        lists = best.shape[1] // keep
+        per = max(2, LISTS // keep)
+        fold = -(-lists // per)
+        fill = fold * min(per, lists) - lists
+        best = jnp.pad(best, ((0, 0), (0, fill * keep)), constant_values=-jnp.inf)
+        index = jnp.pad(index, ((0, 0), (0, fill * keep)), constant_values=-1)
+        size = best.shape[1] // fold
+        best, index = _merge_program(lines * fold, size, k)(
+            best.reshape(lines * fold, size), index.reshape(lines * fold, size)
+        )
+        best, index = best.reshape(lines, fold * keep), index.reshape(lines, fold * keep)
+    index = index[:, :k].reshape(groups, parts * together, k)[:, :rows]
+    if pool is None:
+        return index
+    blocks = -(-total // POOL_BLOCK)
+    maxima = block_best[0].reshape(lines, whole // POOL_BLOCK)
+    mask = _mask_program(lines, maxima.shape[1], min(pool[1], blocks))(maxima)
+    mask = mask.reshape(groups, parts * together, -1)[:, :rows, :blocks]
+    return index, mask.astype(bool)
+
+
+def _processors() -> int:
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    count = getattr(device, "num_cores", None) or getattr(jax.devices()[0], "core_count", None)
+    return int(count or 132)
+
+
+def _parameters() -> plgpu.CompilerParams:
+    return plgpu.CompilerParams(
+        approx_math=True,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=0,
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _score_program(
+    groups: int,
+    parts: int,
+    together: int,
+    heads: int,
+    entries: int,
+    chunk: int,
+    workers: int,
+    k: int,
+    pooled: bool,
+    processors: int,
+):
+    """First launch: (q, weights, visible, values, scales, entries) -> best, index of each chunk."""
+    chunks, keep = -(-entries // chunk), -(-k // 8) * 8
+    columns = together * heads
+    items = groups * parts * chunks
+    grid = min(processors, -(-items // workers))
+
+    def body(q, weights, visible, values, scales, entry, best, index, *rest):
+        block_best, (q_tile, score, scratch, q_full) = rest[: len(rest) - 4], rest[-4:]
+        group = lax.axis_index("wg")
+        worker = lax.axis_index("cta") * workers + group
+        count = lax.div(items - worker + (grid * workers - 1), grid * workers)
+
+        def item(turn, _):
+            number = worker + turn * (grid * workers)
+            place, piece = lax.rem(number, chunks), lax.div(number, chunks)
+            part, line = lax.rem(piece, parts), lax.div(piece, parts)
+            mine = q_tile.at[group]
+            plgpu.copy_gmem_to_smem(q.at[line, part], mine, q_full.at[group])
+            weight = stored.load_weights(weights.at[line, part], columns)
+            sight = stored.load_visible(visible.at[line, part], together)
+            start = place * chunk
+            list_ = entry.at[line]
+            tiles = stored.tiles(sight, start, min(chunk, entries) // TILE, entries)
+            first = stored.load_entries(list_, start)
+            second = stored.load_entries(list_, start + TILE)
+            ahead = stored.load_entries(list_, start + 2 * TILE)
+            first = stored.load_keys(first, values, scales)
+            second = stored.load_keys(second, values, scales)
+            plgpu.barrier_wait(q_full.at[group])
+
+            def tile(t, carry):
+                ahead, raw, following = carry
+                position = start + t * TILE
+
+                def product(acc):
+                    for half in range(2):
+                        left = stored.expand(raw, half)
+                        plgpu.wgmma(acc, left, mine.at[:, pl.ds(64 * half, 64)].T)
+                    later = stored.load_keys(ahead, values, scales)
+                    entries_ahead = stored.load_entries(list_, position + 3 * TILE)
+                    return acc[...], later, entries_ahead
+
+                acc = plgpu.ACC((TILE, columns), jnp.float32)
+                dots, later, ahead = pl.run_scoped(product, acc)
+                maxima = [x.at[line, part] for x in block_best]
+                stored.score(
+                    dots, weight, sight, position, t * TILE, score.at[group], maxima, heads
+                )
+                return ahead, following, later
+
+            lax.fori_loop(0, tiles, tile, (ahead, first, second))
+            out = (best.at[line, part], index.at[line, part])
+            maxima = [x.at[line, part] for x in block_best]
+            mine = (score.at[group], scratch.at[group])
+            stored.finish(*mine, tiles, start, place, k, keep, out, maxima)
+            return ()
+
+        lax.fori_loop(0, count, item, ())
+
+    shape = (groups, parts, together)
+    outs = [
+        jax.ShapeDtypeStruct((*shape, chunks * keep), jnp.bfloat16),
+        jax.ShapeDtypeStruct((*shape, chunks * keep), jnp.int32),
+    ]
+    if pooled:
+        outs.append(jax.ShapeDtypeStruct((*shape, entries // POOL_BLOCK), jnp.bfloat16))
+    transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+    return plgpu.kernel(
+        body,
+        out_type=outs,
+        grid=(grid,),
+        grid_names=("cta",),
+        num_threads=workers,
+        thread_name="wg",
+        scratch_types=[
+            plgpu.SMEM((workers, columns, WIDTH), jnp.bfloat16, transforms=transforms),
+            plgpu.SMEM((workers, together, chunk), jnp.bfloat16),
+            plgpu.SMEM((workers, 64), jnp.int32),
+            plgpu.Barrier(num_barriers=workers),
+        ],
+        compiler_params=_parameters(),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _merge_program(lines: int, size: int, k: int):
+    """Merges lists of scores and indices, each line `size` long, into the k best in order."""
+    keep = -(-k // 8) * 8
+
+    def body(best, index, best_out, index_out, scratch):
+        line = lax.axis_index("line")
+        refs = (best.at[line], index.at[line], best_out.at[line], index_out.at[line])
+        stored.merge(*refs, scratch, size, k, keep)
+
+    return plgpu.kernel(
+        body,
+        out_type=[
+            jax.ShapeDtypeStruct((lines, keep), jnp.bfloat16),
+            jax.ShapeDtypeStruct((lines, keep), jnp.int32),
+        ],
+        grid=(lines,),
+        grid_names=("line",),
+        scratch_types=[plgpu.SMEM((64,), jnp.int32)],
+        compiler_params=_parameters(),
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def _mask_program(lines: int, blocks: int, keep: int):
+    """Mask, one byte a block, of the `keep` best of each line of block maxima."""
+    threads = -(-blocks // LISTS)
+    if threads > 8:
+        raise NotImplementedError(f"a pool over at most {8 * LISTS} blocks, got {blocks}")
+
+    def body(maxima, mask, scratch):
+        line = lax.axis_index("line")
+        stored.mask(maxima.at[line], mask.at[line], scratch, blocks, keep, 128 * threads)
+
+    return plgpu.kernel(
+        body,
+        out_type=jax.ShapeDtypeStruct((lines, blocks), jnp.uint8),
+        grid=(lines,),
+        grid_names=("line",),
+        num_threads=threads,
+        thread_name="wg",
+        scratch_types=[plgpu.SMEM((64,), jnp.int32)],
+        compiler_params=_parameters(),
+    )

@@ -1,0 +1,168 @@
+"""Per-thread code that picks the k largest of a list of bfloat16 scores, keeping their order.
+
+One group of threads owns the list; thread i holds the consecutive entries of its part in registers,
+two to a word. The least threshold t with count(score > t) < k is found by bisection over the bit
+patterns of bfloat16 (16 rounds of packed compares), the entries above it and the first of those
+equal to it are counted by a scan over the threads, and each thread writes its own in order. Equal
+scores therefore go to the lowest index and nothing is ever sorted. -inf is never picked.
+"""
+
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf
+
+MINUS_INF, PLUS_INF = 0x007F, 0xFF80  # as ordered patterns: see _pattern
+ROUNDS = 16
+
+
+def i32():
+    return ir.IntegerType.get_signless(32)
+
+
+def i64():
+    return ir.IntegerType.get_signless(64)
+
+
+def c(x: int):
+    return mgpu.c(x, i32())
+
+
+def ptx(text: str, *args, outputs: int = 1, effects: bool = False):
+    """Inline PTX whose results are 32-bit words."""
+    out = utils.inline_ptx(text, *args, result_types=[i32()] * outputs, has_side_effects=effects)
+    return out[0] if outputs == 1 else out
+
+
+def do(text: str, *args, predicate=None):
+    """Inline PTX without a result."""
+    utils.inline_ptx(text, *args, predicate=predicate, has_side_effects=True)
+
+
+def _pattern(ordered):
+    """Ordered 16-bit pattern -> bfloat16 bits in both halves of a word."""
+    return ptx(
+        "{ .reg .pred p; .reg .b32 a, b; and.b32 a, $1, 0x8000; setp.ne.b32 p, a, 0;"
+        " xor.b32 a, $1, 0x8000; not.b32 b, $1; and.b32 b, b, 0xffff;"
+        " selp.b32 a, a, b, p; prmt.b32 $0, a, a, 0x1010; }",
+        ordered,
+    )
+
+
+def _count(words, threshold, compare: str):
+    """How many of this thread's scores compare so with the threshold."""
+    zero = c(0)
+    parts = [zero, zero]
+    for i, word in enumerate(words):
+        hit = ptx(f"set.{compare}.bf16x2.bf16x2 $0, $1, $2;", word, threshold)
+        parts[i % 2] = ptx("add.rn.bf16x2 $0, $1, $2;", parts[i % 2], hit)
+    total = "{ .reg .f32 a, b, d; .reg .b32 x, y;"
+    total += " shl.b32 x, $1, 16; and.b32 y, $1, 0xffff0000; mov.b32 a, x; mov.b32 b, y;"
+    total += " add.f32 d, a, b; cvt.rzi.s32.f32 $0, d; }"
+    return arith.addi(ptx(total, parts[0]), ptx(total, parts[1]))
+
+
+class Threads:
+    """A group of `count` threads with a scratch of 64 words at shared address `scratch`."""
+
+    def __init__(self, count: int, scratch):
+        self.warps = count // 32
+        thread = utils.thread_idx()
+        self.index = arith.remui(thread, c(count)) if count != 128 else arith.andi(thread, c(127))
+        self.lane = arith.andi(thread, c(31))
+        self.warp = arith.shrui(self.index, c(5))
+        self.scratch = scratch
+        self.count = count
+        self.barrier = c(0) if count != 128 else utils.warpgroup_barrier_idx(sync=False)
+
+    def sync(self):
+        do(f"bar.sync $0, {self.count};", self.barrier)
+
+    def _gather(self, value, bank):
+        """The value of each warp's last lane, for every thread."""
+        base = arith.addi(self.scratch, arith.muli(bank, c(128)))
+        mine = arith.addi(base, arith.muli(self.warp, c(4)))
+        last = arith.cmpi(arith.CmpIPredicate.eq, self.lane, c(31))
+        do("st.shared.b32 [$0], $1;", mine, value, predicate=last)
+        self.sync()
+        return [ptx(f"ld.shared.b32 $0, [$1 + {4 * i}];", base, effects=True) for i in range(self.warps)]
+
+    def total(self, value, bank):
+        """Sum over the threads; `bank` alternates between 0 and 1 from call to call."""
+        value = ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", value, effects=True)
+        total = c(0)
+        for part in self._gather(value, bank):
+            total = arith.addi(total, part)
+        return total
+
+    def scan(self, value, bank):
+        """(sum over the threads before this one, sum over all)."""
+        own, total = value, c(0)
+        for distance in (1, 2, 4, 8, 16):
+            value = ptx(
+                "{ .reg .pred p; .reg .b32 t;"
+                f" shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff;"
+                " @!p mov.b32 t, 0; add.s32 $0, $1, t; }",
+                value,
+                effects=True,
+            )
+        before = arith.subi(value, own)
+        for i, part in enumerate(self._gather(value, bank)):
+            earlier = arith.cmpi(arith.CmpIPredicate.slt, c(i), self.warp)
+            before = arith.addi(before, arith.select(earlier, part, c(0)))
+            total = arith.addi(total, part)
+        return before, total
+
+
+def threshold(threads: Threads, words, k: int):
+    """Bits, in both halves, of the least t with fewer than k scores above it; at least -inf."""
+    loop = scf.ForOp(
+        c(0), c(ROUNDS), c(1), [c(MINUS_INF), c(PLUS_INF)]
+    )
+    with ir.InsertionPoint(loop.body):
+        low, high = loop.inner_iter_args
+        middle = arith.shrui(arith.addi(low, high), c(1))
+        above = _count(words, _pattern(middle), "gt")
+        bank = arith.andi(loop.induction_variable, c(1))
+        few = arith.cmpi(arith.CmpIPredicate.slt, threads.total(above, bank), c(k))
+        high_new = arith.select(few, middle, high)
+        low_new = arith.select(few, low, arith.addi(middle, c(1)))
+        done = arith.cmpi(arith.CmpIPredicate.sge, low, high)
+        low_new, high_new = arith.select(done, low, low_new), arith.select(done, high, high_new)
+        scf.YieldOp([low_new, high_new])
+    return _pattern(loop.results[1])
+
+
+def pick(threads: Threads, words, k: int, write):
+    """Calls write(which, place, take) for each of the thread's entries; returns the number picked.
+
+    `which` is the entry's number in the thread, `place` its place among the picked ones and `take` a
+    predicate: whether it is picked.
+    """
+    threads.sync()  # the scratch may still be read from an earlier call
+    limit = threshold(threads, words, k)
+    above, equal = _count(words, limit, "gt"), _count(words, limit, "eq")
+    real = arith.cmpi(arith.CmpIPredicate.ne, limit, c(0xFF80FF80 - 2**32))
+    equal = arith.select(real, equal, c(0))
+    above_before, above_total = threads.scan(above, c(0))
+    equal_before, equal_total = threads.scan(equal, c(1))
+    need = arith.minui(arith.subi(c(k), above_total), equal_total)
+    rank, place = equal_before, arith.addi(above_before, arith.minui(equal_before, need))
+    for i, word in enumerate(words):
+        flags = ptx(
+            "{ .reg .pred a, b, e, f; .reg .b32 x, y, z, w;"
+            " setp.gt.bf16x2 a|b, $1, $2; setp.eq.bf16x2 e|f, $1, $2;"
+            " selp.b32 x, 1, 0, a; selp.b32 y, 2, 0, e; selp.b32 z, 4, 0, b; selp.b32 w, 8, 0, f;"
+            " or.b32 x, x, y; or.b32 z, z, w; or.b32 $0, x, z; }",
+            word, limit,
+        )
+        for half in range(2):
+            is_above = arith.andi(arith.shrui(flags, c(2 * half)), c(1))
+            is_equal = arith.andi(arith.shrui(flags, c(2 * half + 1)), c(1))
+            wanted = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.ult, rank, need))
+            chosen = arith.ori(is_above, arith.andi(is_equal, wanted))
+            take = arith.cmpi(arith.CmpIPredicate.ne, chosen, c(0))
+            write(2 * i + half, place, take)
+            place = arith.addi(place, chosen)
+            rank = arith.addi(rank, is_equal)
+    return arith.addi(above_total, need)
