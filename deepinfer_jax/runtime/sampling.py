@@ -110,9 +110,11 @@ def _limbs(weight: Float[Array, "..."]) -> Limbs:
     return high.astype(jnp.uint32), mid.astype(jnp.uint32), low.astype(jnp.uint32)
 
 
-def _mass(limbs: Limbs, kept: Kept) -> Limbs:
+def _mass(weight: Float[Array, "rows vocab"], kept: Kept) -> Limbs:
     """Exact sum of the kept weights, carried: the same in every order of summation."""
-    high, mid, low = (jnp.sum(jnp.where(kept, x, ZERO), -1, dtype=jnp.uint32) for x in limbs)
+    high, mid, low = (
+        jnp.sum(jnp.where(kept, limb, ZERO), -1, dtype=jnp.uint32) for limb in _limbs(weight)
+    )
     mid = mid + (low >> LIMB)
     high = high + (mid >> LIMB)
     return high, mid & (2**LIMB - 1), low & (2**LIMB - 1)
@@ -135,33 +137,40 @@ def _prefix(
 ) -> Kept:
     """The shortest prefix, in the order (key falling, id rising), of which ``reached`` is true.
 
-    ``reached`` maps a set to bool [rows], grows with the set and is true of all ids together.
-    Bisection over the 32 bits of the last key in the prefix; where several ids share that key,
-    a second one over the ids. Rows that are not ``asked`` keep everything.
+    ``reached`` maps a set to bool [rows], grows with the set and is true of all ids together. The
+    key that the prefix ends in is found two bits a pass (its digit is the number of larger digits
+    that still reach); among ids that share it, by halving the range they span. Rows that are not
+    ``asked`` keep everything.
     """
     rows, vocab = order.shape
-
-    def key_bit(step, key):
-        longer = key | (jnp.uint32(2**31) >> step.astype(jnp.uint32))
-        return jnp.where(reached(order >= longer[:, None]), longer, key)
-
-    last = lax.fori_loop(0, 32, key_bit, jnp.zeros(rows, jnp.uint32))[:, None]
-    above, equal = order > last, order == last
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
-    def among_equals(_):
-        bits = vocab.bit_length()
+    def digit(step, key):
+        shift = 30 - 2 * step.astype(jnp.uint32)
+        longer = [key | (jnp.uint32(n) << shift) for n in (1, 2, 3)]
+        hits = [reached(order >= other[:, None]).astype(jnp.uint32) for other in longer]
+        return key | ((hits[0] + hits[1] + hits[2]) << shift)
 
-        def id_bit(step, low):  # the largest count of ids that does not reach yet
-            more = low + (jnp.int32(1) << (bits - 1 - step))
-            short = ~reached(above | (equal & (ids < more[:, None])))
-            return jnp.where(short & (more <= vocab), more, low)
+    last = lax.fori_loop(0, 16, digit, jnp.zeros(rows, jnp.uint32))[:, None]
+    above, equal = order > last, order == last
 
-        low = lax.fori_loop(0, bits, id_bit, jnp.zeros(rows, jnp.int32))
-        return above | (equal & (ids <= low[:, None]))
+    def spans(bounds):
+        first, final = bounds
+        return jnp.any(asked & (first < final))
 
-    shared = jnp.any(asked & (jnp.sum(equal, -1, dtype=jnp.int32) > 1))
-    return ~asked[:, None] | lax.cond(shared, among_equals, lambda _: above | equal, None)
+    def halve(bounds):  # both bounds are ids of `equal`; the prefix ends in one of them or between
+        first, final = bounds
+        middle = first + (final - first) // 2
+        lower = equal & (ids <= middle[:, None])
+        enough = reached(above | lower)
+        final_of_lower = jnp.max(jnp.where(lower, ids, -1), -1)
+        first_of_upper = jnp.min(jnp.where(equal & ~lower, ids, vocab), -1)
+        stays = enough | (first == final)
+        return jnp.where(stays, first, first_of_upper), jnp.where(enough, final_of_lower, final)
+
+    bounds = jnp.min(jnp.where(equal, ids, vocab), -1), jnp.max(jnp.where(equal, ids, -1), -1)
+    _, end = lax.while_loop(spans, halve, bounds)
+    return ~asked[:, None] | above | (equal & (ids <= end[:, None]))
 
 
 def distribution(
@@ -180,22 +189,24 @@ def distribution(
 
     by_count = hot & (params.top_k > 0)
     by_mass = hot & (params.top_p < 1)
-    order = _order(logits)
 
     def count_cut(z):
         wanted = jnp.minimum(params.top_k, jnp.sum(z > -jnp.inf, -1, dtype=jnp.int32))
-        kept = _prefix(order, by_count, lambda kept: jnp.sum(kept, -1, dtype=jnp.int32) >= wanted)
+        kept = _prefix(
+            _order(z), by_count, lambda kept: jnp.sum(kept, -1, dtype=jnp.int32) >= wanted
+        )
         return jnp.where(kept, z, -jnp.inf)
 
     def mass_cut(z):
-        limbs = _limbs(jnp.exp(z))
-        total = _mass(limbs, jnp.ones(z.shape, jnp.bool_))
+        total = _mass(jnp.exp(z), jnp.ones(z.shape, jnp.bool_))
         a, b, c = _limbs(_real(total) * params.top_p)
         # Between one unit and all there is, whatever the product was rounded to.
         c = jnp.where((a | b | c) == 0, ONE, c)
         within = _at_least(total, (a, b, c))
         a, b, c = (jnp.where(within, w, t) for w, t in zip((a, b, c), total, strict=True))
-        kept = _prefix(order, by_mass, lambda kept: _at_least(_mass(limbs, kept), (a, b, c)))
+        kept = _prefix(
+            _order(z), by_mass, lambda kept: _at_least(_mass(jnp.exp(z), kept), (a, b, c))
+        )
         return jnp.where(kept, z, -jnp.inf)
 
     z = lax.cond(jnp.any(by_count), count_cut, lambda z: z, z)
@@ -225,7 +236,7 @@ def log_normaliser(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
     """log sum exp of each row, float32; the sum is exact to 2^-42 of its largest term an id."""
     top = jnp.max(values, -1)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
-    weight = _limbs(jnp.exp(values - top[:, None]))
+    weight = jnp.exp(values - top[:, None])
     return top + jnp.log(_real(_mass(weight, jnp.ones(values.shape, jnp.bool_))))
 
 
