@@ -20,7 +20,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.formats import Keys
-from pallas_kernels.mla_attention.reference import gather
+from pallas_kernels.mla_attention.reference import gather, round_to
 
 TILE = 64
 
@@ -76,9 +76,10 @@ def scores(
 ) -> Float[Array, "g w t"]:
     """Scores in float32 that hold values of q's type; zeros are all +0 so that they tie."""
     q32, k32 = q.astype(jnp.float32), keys.astype(jnp.float32)
-    dot = jnp.einsum("gwhd,gtd->gwht", q32, k32, precision="highest").astype(q.dtype)
-    part = jax.nn.relu(dot) * weights.astype(q.dtype)[..., None]
-    total = part.astype(jnp.float32).sum(2).astype(q.dtype).astype(jnp.float32)
+    dot = jnp.einsum("gwhd,gtd->gwht", q32, k32, precision="highest")
+    weight = weights.astype(q.dtype).astype(jnp.float32)
+    part = round_to(jax.nn.relu(round_to(dot, q.dtype)) * weight[..., None], q.dtype)
+    total = round_to(part.sum(2), q.dtype)
     return jnp.where(total == 0, 0.0, total)
 
 

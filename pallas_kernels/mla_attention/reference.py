@@ -91,6 +91,12 @@ def attend(
     return out.reshape(-1, *q.shape[1:])[:rows]
 
 
+def round_to(x: Float[Array, "..."], dtype: DTypeLike) -> Float[Array, "..."]:
+    """float32 rounded to the values of `dtype`; a pair of casts may be left out by the compiler."""
+    kind = jnp.finfo(dtype)
+    return lax.reduce_precision(x, kind.nexp, kind.nmant)
+
+
 def _length(rows: Rows) -> int:
     return (rows[0] if isinstance(rows, tuple) else rows).shape[0]
 
@@ -124,7 +130,7 @@ def _attend_rows(
         peak_new = jnp.maximum(peak, score.max(-1))
         prob = jnp.exp(score - peak_new[..., None])
         decay = jnp.exp(peak - peak_new)
-        rounded = prob.astype(q.dtype).astype(jnp.float32)
+        rounded = round_to(prob, q.dtype)
         value = jnp.einsum("rhk,rkd->rhd", rounded, key, precision="highest")
         return (peak_new, total * decay + prob.sum(-1), out * decay[..., None] + value), None
 

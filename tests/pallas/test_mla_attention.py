@@ -86,7 +86,8 @@ def test_bfloat16_is_close_to_float64():
 def test_blocks_of_64_round_p_against_the_running_maximum():
     """The bfloat16 of P is taken relative to the maximum of the blocks read so far."""
     q, window, index, selected, chosen, sink = draw(2, r=2, w=70, k=130, n=90, dtype=jnp.bfloat16)
-    out = attend(q, window, index, selected, chosen, sink, scale=SCALE)
+    run = jax.jit(lambda *a: attend(*a, scale=SCALE))
+    out = run(q, window, index, selected, chosen, sink)
     q32, sink = np.asarray(q, np.float32), np.asarray(sink)
     want = np.zeros(q.shape, np.float32)
     for r in range(2):
@@ -105,8 +106,8 @@ def test_blocks_of_64_round_p_against_the_running_maximum():
                 peak = new
             want[r, h] = acc / (total + np.exp(sink[h] - peak))
     got = np.asarray(out, np.float32)
-    close = np.abs(got - want) <= np.abs(want) * 2.0**-8 + 1e-6
-    assert close.all()
+    assert (np.abs(got - want) <= np.abs(want) * 2.0**-8 + 1e-6).all()
+    assert (got == want.astype(ml_dtypes.bfloat16).astype(np.float32)).mean() > 0.98
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
