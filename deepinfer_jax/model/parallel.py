@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.spec import Param, path_name
 
-
 UNSHARDED = ("stream", "embed", "q_rank", "kv")
 
 
