@@ -19,7 +19,7 @@ import contextvars
 import dataclasses
 import importlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 OPERATIONS = ("mla_attention", "grouped_gemm", "index_topk", "row_matmul")
@@ -155,6 +155,22 @@ def record() -> Iterator[list[Choice]]:
         _recorder.reset(token)
 
 
+_stand_in: contextvars.ContextVar[Callable[[str, str, tuple, dict[str, Any]], Any] | None] = (
+    contextvars.ContextVar("stand_in", default=None)
+)
+
+
+@contextlib.contextmanager
+def stand_in(function: Callable[[str, str, tuple, dict[str, Any]], Any]) -> Iterator[None]:
+    """Kernel calls traced inside the block become `function(op, name, args, kwargs)`: for pricing a
+    program by what its kernels are known to cost."""
+    token = _stand_in.set(function)
+    try:
+        yield
+    finally:
+        _stand_in.reset(token)
+
+
 def target() -> Target:
     """The device that the current trace is for: the abstract mesh's, else the default device."""
     import jax
@@ -195,6 +211,8 @@ def call(
     if not candidates:
         known = ", ".join(i.name for i in implementations)
         raise ValueError(f"{op}: no implementation {requested!r}; expected auto, {known}")
+    if (replacement := _stand_in.get()) is not None:
+        return replacement(op, function, args, kwargs)
     here = target()
     declined: list[tuple[str, str]] = []
     choices = _recorder.get()
