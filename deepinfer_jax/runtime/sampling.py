@@ -17,7 +17,7 @@ top-k and top-p sets are found by bisection over the sort keys of the logits, wi
 Names: "rows" predictions, "slots" sequences, "vocab" rows of the head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -95,12 +95,6 @@ def adjust(
     return logits if allowed is None else jnp.where(allowed, logits, -jnp.inf)
 
 
-def _order(values: Float[Array, "rows vocab"]) -> UInt32[Array, "rows vocab"]:
-    """Unsigned keys in the order of the floats; -0.0 is 0.0, NaN does not occur."""
-    bits = lax.bitcast_convert_type(jnp.where(values == 0, 0.0, values), jnp.uint32)
-    return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(2**31))
-
-
 def _limbs(weight: Float[Array, "..."]) -> Limbs:
     """A weight as integers: units of 2^-14, 2^-28 and 2^-42, each limb below 2^14 (first: any)."""
     high = jnp.floor(weight * 2**LIMB)
@@ -110,14 +104,25 @@ def _limbs(weight: Float[Array, "..."]) -> Limbs:
     return high.astype(jnp.uint32), mid.astype(jnp.uint32), low.astype(jnp.uint32)
 
 
-def _mass(weight: Float[Array, "rows vocab"], kept: Kept) -> Limbs:
-    """Exact sum of the kept weights, carried: the same in every order of summation."""
-    high, mid, low = (
-        jnp.sum(jnp.where(kept, limb, ZERO), -1, dtype=jnp.uint32) for limb in _limbs(weight)
-    )
-    mid = mid + (low >> LIMB)
-    high = high + (mid >> LIMB)
-    return high, mid & (2**LIMB - 1), low & (2**LIMB - 1)
+def _sums(parts: list[UInt32[Array, "rows vocab"]]) -> Sequence[UInt32[Array, " rows"]]:
+    """Sums over the vocabulary, all in one pass."""
+
+    def add(left, right):
+        return tuple(a + b for a, b in zip(left, right, strict=True))
+
+    return lax.reduce(tuple(parts), (ZERO,) * len(parts), add, (1,))
+
+
+def _masses(weight: Float[Array, "rows vocab"], sets: Sequence[Kept]) -> list[Limbs]:
+    """Exact sum of the weights in each set, carried: the same in every order of summation."""
+    limbs = _limbs(weight)
+    sums = _sums([jnp.where(kept, limb, ZERO) for kept in sets for limb in limbs])
+    carried = []
+    for high, mid, low in zip(sums[::3], sums[1::3], sums[2::3], strict=True):
+        mid = mid + (low >> LIMB)
+        high = high + (mid >> LIMB)
+        carried.append((high, mid & (2**LIMB - 1), low & (2**LIMB - 1)))
+    return carried
 
 
 def _real(mass: Limbs) -> Float[Array, " rows"]:
@@ -133,44 +138,46 @@ def _at_least(mass: Limbs, target: Limbs) -> Bool[Array, " rows"]:
 def _prefix(
     order: UInt32[Array, "rows vocab"],
     asked: Bool[Array, " rows"],
-    reached: Callable[[Kept], Array],
+    reached: Callable[[Sequence[Kept]], Sequence[Bool[Array, " rows"]]],
 ) -> Kept:
-    """The shortest prefix, in the order (key falling, id rising), of which ``reached`` is true.
+    """The shortest prefix, in the order (key falling, id rising), that ``reached`` is true of.
 
-    ``reached`` maps a set to bool [rows], grows with the set and is true of all ids together. The
-    key that the prefix ends in is found two bits a pass (its digit is the number of larger digits
-    that still reach); among ids that share it, by halving the range they span. Rows that are not
-    ``asked`` keep everything.
+    ``reached`` says it of several sets at once, grows with the set and is true of all ids together.
+    The key that the prefix ends in is found two bits a pass (its digit is the number of larger
+    digits that still reach); among ids that share it, by halving the range they span. Every loop
+    has a fixed length: one that looked at the data would make the host wait on a GPU. Rows that
+    are not ``asked`` keep everything.
     """
     rows, vocab = order.shape
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
     def digit(step, key):
-        shift = 30 - 2 * step.astype(jnp.uint32)
-        longer = [key | (jnp.uint32(n) << shift) for n in (1, 2, 3)]
-        hits = [reached(order >= other[:, None]).astype(jnp.uint32) for other in longer]
-        return key | ((hits[0] + hits[1] + hits[2]) << shift)
+        shift = jnp.uint32(30) - 2 * step.astype(jnp.uint32)
+        longer = [key | (np.uint32(n) << shift) for n in (1, 2, 3)]
+        hits = reached([order >= other[:, None] for other in longer])
+        return key | (sum((hit.astype(jnp.uint32) for hit in hits), ZERO) << shift)
 
     last = lax.fori_loop(0, 16, digit, jnp.zeros(rows, jnp.uint32))[:, None]
     above, equal = order > last, order == last
 
-    def spans(bounds):
-        first, final = bounds
-        return jnp.any(asked & (first < final))
-
-    def halve(bounds):  # both bounds are ids of `equal`; the prefix ends in one of them or between
+    def halve(_, bounds):  # both bounds are ids of `equal`; the prefix ends at or between them
         first, final = bounds
         middle = first + (final - first) // 2
         lower = equal & (ids <= middle[:, None])
-        enough = reached(above | lower)
+        (enough,) = reached([above | lower])
         final_of_lower = jnp.max(jnp.where(lower, ids, -1), -1)
         first_of_upper = jnp.min(jnp.where(equal & ~lower, ids, vocab), -1)
         stays = enough | (first == final)
         return jnp.where(stays, first, first_of_upper), jnp.where(enough, final_of_lower, final)
 
+    def halvings(count):  # two are enough for a pair, and pairs are what occurs
+        return lambda bounds: lax.fori_loop(0, count, halve, bounds)
+
     bounds = jnp.min(jnp.where(equal, ids, vocab), -1), jnp.max(jnp.where(equal, ids, -1), -1)
-    _, end = lax.while_loop(spans, halve, bounds)
-    return ~asked[:, None] | above | (equal & (ids <= end[:, None]))
+    for count in (2, vocab.bit_length()):
+        open_ = jnp.any(asked & (bounds[0] < bounds[1]))
+        bounds = lax.cond(open_, halvings(count), lambda bounds: bounds, bounds)
+    return ~asked[:, None] | above | (equal & (ids <= bounds[1][:, None]))
 
 
 def distribution(
@@ -192,22 +199,29 @@ def distribution(
 
     def count_cut(z):
         wanted = jnp.minimum(params.top_k, jnp.sum(z > -jnp.inf, -1, dtype=jnp.int32))
-        kept = _prefix(
-            _order(z), by_count, lambda kept: jnp.sum(kept, -1, dtype=jnp.int32) >= wanted
-        )
-        return jnp.where(kept, z, -jnp.inf)
+
+        def reached(sets):
+            counts = _sums([kept.astype(jnp.uint32) for kept in sets])
+            return [count >= wanted.astype(jnp.uint32) for count in counts]
+
+        # z <= 0: its magnitude as bits falls as z rises.
+        order = np.uint32(0x7F800000) - lax.bitcast_convert_type(jnp.abs(z), jnp.uint32)
+        return jnp.where(_prefix(order, by_count, reached), z, -jnp.inf)
 
     def mass_cut(z):
-        total = _mass(jnp.exp(z), jnp.ones(z.shape, jnp.bool_))
+        weight = lax.optimization_barrier(jnp.exp(z))  # the one array that a pass reads
+        (total,) = _masses(weight, [jnp.ones(z.shape, jnp.bool_)])
         a, b, c = _limbs(_real(total) * params.top_p)
         # Between one unit and all there is, whatever the product was rounded to.
         c = jnp.where((a | b | c) == 0, ONE, c)
         within = _at_least(total, (a, b, c))
         a, b, c = (jnp.where(within, w, t) for w, t in zip((a, b, c), total, strict=True))
-        kept = _prefix(
-            _order(z), by_mass, lambda kept: _at_least(_mass(jnp.exp(z), kept), (a, b, c))
-        )
-        return jnp.where(kept, z, -jnp.inf)
+
+        def reached(sets):
+            return [_at_least(mass, (a, b, c)) for mass in _masses(weight, sets)]
+
+        order = lax.bitcast_convert_type(weight, jnp.uint32)  # not negative: in their own order
+        return jnp.where(_prefix(order, by_mass, reached), z, -jnp.inf)
 
     z = lax.cond(jnp.any(by_count), count_cut, lambda z: z, z)
     z = lax.cond(jnp.any(by_mass), mass_cut, lambda z: z, z)
@@ -237,7 +251,8 @@ def log_normaliser(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
     top = jnp.max(values, -1)
     top = jnp.where(jnp.isfinite(top), top, 0.0)
     weight = jnp.exp(values - top[:, None])
-    return top + jnp.log(_real(_mass(weight, jnp.ones(values.shape, jnp.bool_))))
+    (mass,) = _masses(weight, [jnp.ones(values.shape, jnp.bool_)])
+    return top + jnp.log(_real(mass))
 
 
 def report(

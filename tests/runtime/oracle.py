@@ -43,7 +43,8 @@ def probabilities(logits, params: SamplingParams) -> np.ndarray:
     total, mass = p[kept].sum(), 0.0
     if params.top_p < 1:
         nucleus = []
-        for token in kept:
+        # Probabilities that float32 cannot tell apart are equals: the lowest id comes first.
+        for token in sorted(kept, key=lambda v: (-np.float32(p[v]), v)):
             nucleus.append(token)
             mass += p[token]
             if mass >= params.top_p * total:
