@@ -1,0 +1,123 @@
+"""What the kernels of ``pallas_kernels`` must do at least, from their argument shapes.
+
+A program is priced as its kernels are meant to run, not as the portable reference happens to: while
+it is traced each kernel call becomes one opaque equation (``Costs`` is the stand-in) that carries
+its products and the bytes it has to read.
+
+    mla_attention   4 r h d (w + k) FLOP;        each row reads its own w window and k selected rows
+    grouped_gemm    2 n K N FLOP of the n rows in use;     reads the experts that n rows are likely
+                    to hit, E (1 - (1 - 1/E)^n)
+    index_topk      2 g w h d T FLOP;            reads the T keys of each sequence once
+    row_matmul      2 r K N FLOP;                reads the weight once
+
+Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+NAME = "priced_kernel_"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cost:
+    """flop: FLOP by operand type. read: bytes of each flattened argument, in order."""
+
+    name: str
+    flop: dict[str, float]
+    read: tuple[float, ...]
+
+
+@dataclasses.dataclass
+class Costs:
+    """Stand-in for ``pallas_kernels.stand_in``; ``found`` lists the calls met while tracing.
+
+    used: share of the rows handed to grouped_gemm that belong to an expert, averaged over steps
+    (buffers are sized for more rows than usually come).
+    """
+
+    used: float = 1.0
+    found: list[Cost] = dataclasses.field(default_factory=list)
+
+    def __call__(self, op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        kwargs = dict(kwargs)
+        extra = kwargs.pop("candidate_blocks", None)
+        price = getattr(self, f"_{op}", None)
+        if price is None:
+            raise NotImplementedError(f"lab: no cost is declared for kernel {op}.{function}")
+        flop, read, out = price(function, args, kwargs)
+        if extra is not None:
+            read.append(_bytes(extra))
+        leaves, _ = jax.tree.flatten((args, extra))
+        self.found.append(Cost(f"{op}.{function}", flop, tuple(read)))
+
+        def opaque(*_: Any) -> Any:
+            return jax.tree.map(lambda like: jnp.zeros(like.shape, like.dtype), out)
+
+        opaque.__name__ = f"{NAME}{len(self.found) - 1}"
+        return jax.jit(opaque)(*leaves)
+
+    def _mla_attention(self, function, args, kwargs):
+        q, window, window_index, selected, selected_index, sink = args
+        rows, heads, dim = q.shape
+        keys, read = 0, [_bytes(q)]
+        for source, index in ((window, window_index), (selected, selected_index)):
+            if source is None:
+                continue
+            keys += index.shape[1]
+            for leaf in jax.tree.leaves(source):
+                read.append(min(_bytes(leaf), index.size * _bytes(leaf) / leaf.shape[0]))
+            read.append(_bytes(index))
+        read.append(_bytes(sink))
+        flop = 4.0 * rows * heads * dim * keys
+        return {_kind(q): flop}, read, jax.ShapeDtypeStruct(q.shape, q.dtype)
+
+    def _grouped_gemm(self, function, args, kwargs):
+        x, values, scales, sizes, *weight = args
+        rows, experts = x.shape[0] * self.used, values.shape[0]
+        inner = math.prod(values.shape[1:-1])
+        hit = 1 - (1 - 1 / experts) ** rows
+        read = [_bytes(x) * self.used, _bytes(values) * hit]
+        read += [_bytes(scales) * hit] if scales is not None else []
+        read += [_bytes(leaf) for leaf in (sizes, *weight)]
+        kind = "fp8" if kwargs.get("act_quant") and values.dtype.itemsize == 1 else _kind(x)
+        out = inner // 2 if function == "gate_up" else inner
+        shape = jax.ShapeDtypeStruct((x.shape[0], out), x.dtype)
+        return {kind: 2.0 * rows * x.shape[1] * inner}, read, shape
+
+    def _index_topk(self, function, args, kwargs):
+        q, weights, keys, visible = args
+        groups, width, heads, dim = q.shape
+        entries = (keys[2] if isinstance(keys, tuple) else keys).shape[1]
+        read = [_bytes(q), _bytes(weights)]
+        if isinstance(keys, tuple):
+            share = min(1.0, groups * entries / keys[0].shape[0])
+            read += [_bytes(keys[0]) * share, _bytes(keys[1]) * share, _bytes(keys[2])]
+        else:
+            read.append(_bytes(keys))
+        read.append(_bytes(visible))
+        chosen = jax.ShapeDtypeStruct((groups, width, min(kwargs["k"], entries)), jnp.int32)
+        flop = {_kind(q): 2.0 * groups * width * heads * dim * entries}
+        if kwargs.get("pool") is None:
+            return flop, read, chosen
+        blocks = (groups, width, -(-entries // kwargs["pool"][0]))
+        return flop, read, (chosen, jax.ShapeDtypeStruct(blocks, jnp.bool_))
+
+    def _row_matmul(self, function, args, kwargs):
+        x, weight, scales = args
+        out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.dtype(kwargs["out_dtype"]))
+        read = [_bytes(leaf) for leaf in (x, weight, scales) if leaf is not None]
+        return {_kind(x): 2.0 * x.shape[0] * weight.size}, read, out
+
+
+def _kind(x: Any) -> str:
+    return {1: "fp8", 2: "bf16"}.get(np.dtype(x.dtype).itemsize, "f32")
+
+
+def _bytes(x: Any) -> float:
+    return float(x.size * np.dtype(x.dtype).itemsize)
