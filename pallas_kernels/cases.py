@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 TENSOR_CORE = {"hopper": r"HGMMA|QGMMA", "blackwell": r"UTC[HQO]MMA"}
@@ -65,9 +66,44 @@ class Case:
     shapes: Callable[[], tuple[Any, ...]] | None = None
     """Abstract arguments without building any array; needed where the arrays are large."""
 
+    small: Callable[[np.random.Generator], tuple[Any, ...]] | None = None
+    """The arguments whose values matter (group sizes, indices), None where any numbers will do."""
+
+    def on_device(self, seed: int) -> tuple[Any, ...]:
+        """Arguments for a benchmark: drawn on the device wherever `small` gives no value."""
+        if self.small is None:
+            return jax.tree.map(jnp.asarray, self.build(np.random.default_rng(seed)))
+        given = self.small(np.random.default_rng(seed))
+        keys = jax.random.split(jax.random.key(seed), len(given))
+        pairs = zip(given, self.abstract(), keys, strict=True)
+        return tuple(
+            draw(key, wanted) if value is None else jax.tree.map(jnp.asarray, value)
+            for value, wanted, key in pairs
+        )
+
     def keywords(self) -> dict[str, Any]:
         """The keyword arguments as a fresh dict."""
         return dict(self.options)
+
+
+def draw(key: Any, wanted: Any) -> Any:
+    """Random values of a shape and dtype, made on the device: unit normal numbers, e8m0 scales
+    around 2^-7, uniform bytes; for a tuple (values, scales) both."""
+    if wanted is None:
+        return None
+    if isinstance(wanted, tuple):
+        return tuple(
+            draw(k, w) for k, w in zip(jax.random.split(key, len(wanted)), wanted, strict=True)
+        )
+    shape, dtype = wanted.shape, wanted.dtype
+    if dtype == jnp.float8_e8m0fnu:
+        raw = jax.jit(lambda: jax.random.bits(key, shape, jnp.uint8) % 6 + 117)()
+        return raw.view(dtype)
+    if dtype == jnp.uint8:
+        return jax.jit(lambda: jax.random.bits(key, shape, jnp.uint8))()
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"{dtype} arguments have a meaning: the case must give them")
+    return jax.jit(lambda: jax.random.normal(key, shape, jnp.bfloat16).astype(dtype))()
 
 
 def tagged(cases: tuple[Case, ...], tag: str) -> tuple[Case, ...]:

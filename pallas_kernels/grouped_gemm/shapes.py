@@ -79,6 +79,11 @@ def _inputs(
     return (*common, rng.random(rows, dtype=np.float32)) if function == "gate_up" else common
 
 
+def _sizes(rng: np.random.Generator, function: str, experts: int, rows: int, spread: str) -> tuple:
+    sizes = group_sizes(rng, experts, rows, spread)
+    return (None, None, None, sizes, None) if function == "gate_up" else (None, None, None, sizes)
+
+
 def _abstract(
     function: str, experts: int, k: int, out: int, rows: int, kind: str, dtype: Any
 ) -> tuple:
@@ -141,6 +146,9 @@ def case(
             dtype=dtype,
         ),
         shapes=functools.partial(_abstract, function, experts, k, out, rows, kind, dtype),
+        small=functools.partial(
+            _sizes, function=function, experts=experts, rows=rows, spread=spread
+        ),
         options=tuple(sorted(options.items())),
         flops=2 * rows * k * width,
         bytes=round(touched * width * k * byte) + rows * (k + out) * item,

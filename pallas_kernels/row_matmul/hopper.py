@@ -1,0 +1,104 @@
+"""The row product on Hopper: one K order for every number of rows (pallas_kernels/hopper.py).
+
+    out[r] = sum over parts of K, in order, of (x[r, part] @ W[:, part]^T)
+
+bf16 and FP8-block weights run as stored. float32 weights (the mHC projection) are three bf16 terms
+whose sum is exact, so with bf16 rows every product is exact and only the float32 accumulation
+rounds. How K is split depends on the weight's shape alone, never on the rows; parts are added in
+order.
+"""
+
+import jax.numpy as jnp
+from jax import lax
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels import formats, hopper
+from pallas_kernels.hopper import STEP, Plan, Product
+
+TERMS = 3
+CHANNELS = 32
+"""Channels come in multiples of this; fewer are padded."""
+
+
+def plan(rows: int, channels: int, splits: int) -> Plan:
+    """Tile shape for this many rows; wide tiles once they fill the chip."""
+    for tile in (16, 32, 64):
+        if rows <= tile:
+            return Plan(tile)
+    tiles = -(-channels // 128) * splits
+    if tiles * -(-rows // 256) < 132:
+        return Plan(128)
+    return Plan(256, cluster=1 if -(-channels // 128) % 2 else 2)
+
+
+def parts_of_k(channels: int, k: int) -> int:
+    """Parts of K, so that narrow products fill the chip; a function of the weight alone."""
+    tiles, steps = -(-channels // 128), k // STEP
+    wanted = 16 if tiles == 1 else 8 if tiles <= 4 else 4 if tiles <= 12 else 1
+    while wanted > 1 and (steps % wanted or steps // wanted < 4):
+        wanted //= 2
+    return wanted
+
+
+def terms(w: Float[Array, "n k"]) -> Float[Array, "terms n k"]:
+    """float32 as three bf16 terms: their sum is w for every w that is zero or above 2^-102."""
+    rest, found = w, []
+    for _ in range(TERMS):
+        # Explicit rounding: a plain cast there and back may be optimised away.
+        found.append(lax.reduce_precision(rest, 8, 7))
+        rest = rest - found[-1]
+    return jnp.stack(found).astype(jnp.bfloat16)
+
+
+def matmul(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool = False,
+    shape: Plan | None = None,
+) -> Float[Array, "rows n"]:
+    """See pallas_kernels.row_matmul.matmul; `shape` overrides the tile shape."""
+    del invariant  # always
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"rows are {x.dtype}, the kernel takes bfloat16")
+    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"out_dtype is {jnp.dtype(out_dtype)}, expected bf16 or f32")
+    rows, k = x.shape
+    flat = jnp.zeros((128,), jnp.uint8)
+    kind = "bf16"
+    if w.dtype == jnp.float8_e4m3fn:
+        if scales is None:
+            raise ValueError("scales: e4m3 weights need e8m0 scales of 32 x 32 blocks")
+        kind, w = "fp8", w.view(jnp.uint8)
+        # A last weight tile that is not full still looks up the scales of its missing rows.
+        flat = jnp.pad(formats.scale_bytes(scales), ((0, 4), (0, 0))).reshape(-1)
+    elif w.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
+    channels = w.shape[0]
+    if kind == "fp8" and channels % CHANNELS:
+        raise NotImplementedError(f"{channels} channels do not fill blocks of {CHANNELS}")
+    stacked = terms(w) if w.dtype == jnp.float32 else w[None]
+    if channels % CHANNELS:
+        stacked = jnp.pad(stacked, ((0, 0), (0, -channels % CHANNELS), (0, 0)))
+    count, padded, _ = stacked.shape
+    splits = parts_of_k(count * padded, k)
+    direct = splits * count == 1 and padded == channels
+    direct = direct and (jnp.dtype(out_dtype) == jnp.float32 or channels % (2 * CHANNELS) == 0)
+    product = Product(
+        kind, rows, k, count * padded, splits=splits, out_dtype=out_dtype if direct else jnp.float32
+    )
+    shape = shape or plan(rows, product.width, splits)
+    hopper.check(product, shape, single=True)
+    sizes, route = jnp.full((1,), rows, jnp.int32), jnp.zeros((rows,), jnp.float32)
+    out = hopper.multiply(x, stacked.reshape(-1, k), flat, sizes, route, product, shape)
+    if direct:
+        return out
+    out = out.reshape(splits, rows, count, padded)[..., :channels]
+    total = jnp.zeros((rows, channels), jnp.float32)
+    for part in range(splits):
+        for term in reversed(range(count)):
+            total = total + out[part, :, term]
+    return total.astype(out_dtype)
