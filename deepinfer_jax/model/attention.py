@@ -103,9 +103,13 @@ def attention(
             selection = indexer.select(
                 setup, plan, weights.indexer, rows, cache, x, latent_query, selection, capture
             )
-        position = window_positions(setup, rows, floor=plan.half == "decoder")
+        ring = cache.window[plan.index]
+        seen = setup.cfg.sliding_window
+        if jax.tree.leaves(ring)[0].shape[1] == 0:
+            seen = min(seen, rows.width)
+        position = window_positions(rows, seen, floor=plan.half == "decoder")
         source, index, ring = caches.recall(
-            cache.window[plan.index], window, rows, position, lookback=setup.cfg.sliding_window - 1
+            ring, window, rows, position, lookback=setup.cfg.sliding_window - 1
         )
         cache = cache.replace(window=_replaced(cache.window, plan.index, ring))
         selected = selected_index = None
@@ -149,10 +153,11 @@ def window_rows(
     return quant.store_window(kv, setup.numerics.cache_qdq)
 
 
-def window_positions(setup: Setup, rows: Rows, *, floor: bool) -> Int32[Array, "rows window"]:
+def window_positions(rows: Rows, window: int, *, floor: bool) -> Int32[Array, "rows window"]:
     """Positions a row's window covers, oldest first, -1 after the row's own; `floor` applies the
-    replay border."""
-    window = setup.cfg.sliding_window
+    replay border. A whole sequence shorter than the window has that many slots only, as in the
+    reference: slots are attended in blocks, so their number shows in bfloat16 rounding.
+    """
     least = rows.floor[rows.group] if floor else jnp.zeros_like(rows.position)
     oldest = jnp.maximum(jnp.maximum(rows.position - window + 1, 0), least)
     position = oldest[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
