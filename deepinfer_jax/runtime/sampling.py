@@ -13,11 +13,15 @@ its token means nothing and the engine ends that request.
 A row's result is bit for bit the same whatever the other rows are and in whatever bucket it runs:
 all is elementwise, or a maximum, or a sum of integers. Probability mass is counted in units of
 2^-42 of the likeliest token (three limbs of 14 bits in uint32), so no order of summation shows; the
-top-k and top-p sets are found by bisection over the sort keys of the logits, without a sort.
+top-k and top-p sets are found digit by digit over the sort keys, without a sort. What no row asked
+for is skipped by ``lax.cond``. No branch holds a loop or a sort on a GPU: there those make the
+host wait for the predicate, and the next step could not be prepared meanwhile.
 Names: "rows" predictions, "slots" sequences, "vocab" rows of the head.
 """
 
+import functools
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +33,7 @@ from jaxtyping import Array, Bool, Float, Int32, UInt32
 from deepinfer_jax.runtime.noise import SAMPLE, gumbel
 from deepinfer_jax.runtime.sampling_state import MAX_VOCAB, Leaf, RowParams, Tables
 
+BLOCK = 128  # ids
 LIMB = 14  # bits; three limbs hold a mass, and up to MAX_VOCAB of them add up in a uint32
 Limbs = tuple[Array, Array, Array]  # high, mid, low; uint32
 
@@ -135,6 +140,17 @@ def _at_least(mass: Limbs, target: Limbs) -> Bool[Array, " rows"]:
     return (a > x) | ((a == x) & ((b > y) | ((b == y) & (c >= z))))
 
 
+def _loop(count: int, body: Callable, value: Any) -> Any:
+    """``fori_loop``, written out for CUDA (see above), where compiling it costs the least."""
+
+    def run(value, unroll):
+        return lax.fori_loop(0, count, body, value, unroll=unroll)
+
+    return lax.platform_dependent(
+        value, cuda=lambda value: run(value, True), default=lambda value: run(value, 1)
+    )
+
+
 def _prefix(
     order: UInt32[Array, "rows vocab"],
     asked: Bool[Array, " rows"],
@@ -144,20 +160,19 @@ def _prefix(
 
     ``reached`` says it of several sets at once, grows with the set and is true of all ids together.
     The key that the prefix ends in is found two bits a pass (its digit is the number of larger
-    digits that still reach); among ids that share it, by halving the range they span. Every loop
-    has a fixed length: one that looked at the data would make the host wait on a GPU. Rows that
-    are not ``asked`` keep everything.
+    digits that still reach); among ids that share it, by halving the range they span. Rows that are
+    not ``asked`` keep everything.
     """
     rows, vocab = order.shape
     ids = jnp.arange(vocab, dtype=jnp.int32)[None, :]
 
     def digit(step, key):
-        shift = jnp.uint32(30) - 2 * step.astype(jnp.uint32)
+        shift = 30 - 2 * jnp.uint32(step)
         longer = [key | (np.uint32(n) << shift) for n in (1, 2, 3)]
         hits = reached([order >= other[:, None] for other in longer])
         return key | (sum((hit.astype(jnp.uint32) for hit in hits), ZERO) << shift)
 
-    last = lax.fori_loop(0, 16, digit, jnp.zeros(rows, jnp.uint32))[:, None]
+    last = _loop(16, digit, jnp.zeros(rows, jnp.uint32))[:, None]
     above, equal = order > last, order == last
 
     def halve(_, bounds):  # both bounds are ids of `equal`; the prefix ends at or between them
@@ -170,13 +185,11 @@ def _prefix(
         stays = enough | (first == final)
         return jnp.where(stays, first, first_of_upper), jnp.where(enough, final_of_lower, final)
 
-    def halvings(count):  # two are enough for a pair, and pairs are what occurs
-        return lambda bounds: lax.fori_loop(0, count, halve, bounds)
-
     bounds = jnp.min(jnp.where(equal, ids, vocab), -1), jnp.max(jnp.where(equal, ids, -1), -1)
-    for count in (2, vocab.bit_length()):
-        open_ = jnp.any(asked & (bounds[0] < bounds[1]))
-        bounds = lax.cond(open_, halvings(count), lambda bounds: bounds, bounds)
+    for count in (2, vocab.bit_length()):  # two are enough for a pair, and pairs are what occurs
+        some = jnp.any(asked & (bounds[0] < bounds[1]))
+        halves = functools.partial(_loop, count, halve)
+        bounds = lax.cond(some, halves, lambda bounds: bounds, bounds)
     return ~asked[:, None] | above | (equal & (ids <= bounds[1][:, None]))
 
 
@@ -255,37 +268,49 @@ def log_normaliser(values: Float[Array, "rows vocab"]) -> Float[Array, " rows"]:
     return top + jnp.log(_real(mass))
 
 
+def likeliest(
+    values: Float[Array, "rows vocab"], top: int
+) -> tuple[Float[Array, "rows top"], Int32[Array, "rows top"]]:
+    """The ``top`` largest values of each row and their ids, largest first, equals by lowest id.
+
+    They lie in the ``top`` blocks of largest maximum, so only those are sorted.
+    """
+    rows, vocab = values.shape
+    blocks = -(-vocab // BLOCK)
+    if blocks <= 2 * top:
+        best, ids = lax.top_k(values, top)
+        return best, ids.astype(jnp.int32)
+    fill = ((0, 0), (0, blocks * BLOCK - vocab))
+    tiles = jnp.pad(values, fill, constant_values=-jnp.inf).reshape(rows, blocks, BLOCK)
+    chosen = jnp.sort(lax.top_k(jnp.max(tiles, -1), top)[1], -1).astype(jnp.int32)
+    near = jnp.take_along_axis(tiles, chosen[:, :, None], axis=1).reshape(rows, -1)
+    best, place = lax.top_k(near, top)
+    place = place.astype(jnp.int32)
+    ids = jnp.take_along_axis(chosen, place // BLOCK, axis=1) * BLOCK + place % BLOCK
+    return best, jnp.minimum(ids, vocab - 1)
+
+
 def report(
     values: Float[Array, "rows vocab"],
     token: Int32[Array, " rows"],
     wanted: Int32[Array, " rows"],
     top: int,
 ) -> tuple[Float[Array, " rows"], Int32[Array, "rows top"], Float[Array, "rows top"]]:
-    """Log-probability of each row's token and its ``top`` likeliest ids (ties: lowest id first).
+    """Log-probability of each row's token, and its ``top`` likeliest ids with theirs.
 
     values: logits or log-weights; wanted: as ``RowParams.logprobs``. Where no row wants any, the
-    work is skipped and zeros come back.
+    log-probabilities mean nothing. ``top`` is static: a program without alternatives does not sort.
     """
-    rows, vocab = values.shape
-    top = min(top, vocab)
 
-    def asked(values):
+    def normalised(values):
+        index = jnp.clip(token, 0, values.shape[-1] - 1)[:, None]
         norm = log_normaliser(values)
-        chosen = jnp.take_along_axis(values, jnp.clip(token, 0, vocab - 1)[:, None], axis=-1)
-        return chosen[:, 0] - norm, norm
+        return jnp.take_along_axis(values, index, axis=-1)[:, 0] - norm, norm
 
-    def likeliest(norm):
-        best, ids = lax.top_k(values, top)
-        return ids.astype(jnp.int32), best - norm[:, None]
-
-    def nothing(norm):
-        return jnp.zeros((rows, top), jnp.int32), jnp.zeros((rows, top), jnp.float32)
-
-    zeros = jnp.zeros(rows, jnp.float32)
-    logprob, norm = lax.cond(jnp.any(wanted >= 0), asked, lambda _: (zeros, zeros), values)
-    if top == 0:
-        return (logprob, *nothing(norm))
-    return (logprob, *lax.cond(jnp.any(wanted > 0), likeliest, nothing, norm))
+    zeros = jnp.zeros(values.shape[0], jnp.float32)
+    logprob, norm = lax.cond(jnp.any(wanted >= 0), normalised, lambda _: (zeros, zeros), values)
+    best, ids = likeliest(values, min(top, values.shape[-1]))
+    return logprob, ids, best - norm[:, None]
 
 
 def sample(

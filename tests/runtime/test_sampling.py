@@ -336,6 +336,17 @@ def test_log_normaliser_is_exact_on_long_tails():
         assert abs(np.log(np.exp(row - row.max()).sum()) + row.max() - value) < 2e-6
 
 
+def test_likeliest_of_a_long_row_with_ties():
+    """Only blocks with the largest maxima are sorted: the same ids as a stable sort of the row."""
+    rng = np.random.default_rng(10)
+    rows = np.round(rng.standard_normal((3, 5003)) * 4).astype(np.float32)
+    rows[1, 40:] = -np.inf
+    best, ids = jax.jit(sampling.likeliest, static_argnums=1)(jnp.asarray(rows), 9)
+    order = np.argsort(-rows, axis=-1, kind="stable")[:, :9]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_array_equal(best, np.take_along_axis(rows, order, -1))
+
+
 def test_every_option_traces_on_eight_devices():
     """Rows spread over 8 devices, then over 2 with the vocabulary over 4 (cases 79, 85)."""
     requests = [SamplingParams(**option, seed=i) for i, option in enumerate(OPTIONS)]
