@@ -1,8 +1,8 @@
 """Devices to price a layout for: peaks and links, read from ``configs/devices.toml``.
 
-``h200x64`` means 64 devices of kind ``h200``. A device has two links: inside a node of ``node``
-devices and between nodes; both bandwidths are one direction of one device. The file names the
-source of its numbers; units are GB/s and TFLOP/s, powers of ten, dense rates.
+``h200x64`` means 64 devices of kind ``h200``. A device has three links: inside a node of ``node``
+devices, between nodes, and to host memory; bandwidths are one direction of one device. The file
+names the source of its numbers; units are GB/s and TFLOP/s, powers of ten, dense rates.
 """
 
 import dataclasses
@@ -33,6 +33,7 @@ class Device:
     node: int
     inside: Link
     between: Link
+    host: Link
     source: str
     cuda: str | None = None
 
@@ -72,5 +73,6 @@ def _device(where: str, name: str, table: Mapping) -> Device:
             "tflops": tuple(sorted(table["tflops"].items())),
             "inside": Link(**table["inside"]),
             "between": Link(**table["between"]),
+            "host": Link(**table["host"]),
         },
     )

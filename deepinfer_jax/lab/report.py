@@ -5,6 +5,7 @@ The time of a step is taken as the largest of
     compute   sum over operand types of FLOP / peak
     memory    (bytes of arguments touched + traffic of intermediate results) / HBM bandwidth
     network   sum over collectives of bytes sent / link bandwidth + latency
+    host      bytes of arguments in host memory that are touched / link bandwidth
 
 as if they overlapped completely; ``serial`` is their sum. It is a model that ranks layouts and says
 what binds, not a measurement; docs compare it with one.
@@ -32,7 +33,8 @@ VERSION = 1
 @dataclasses.dataclass(frozen=True)
 class LayoutReport:
     """Everything is per device and step. bytes: held by group of arguments. activations: peak of
-    intermediate results. sent: bytes by mesh axes and kind. ms: compute, memory, network by axes.
+    intermediate results. sent: bytes by mesh axes and kind. ms: "compute", "memory", "host" and
+    "network AXES".
     """
 
     layout: str
@@ -68,22 +70,22 @@ class LayoutReport:
     @property
     def bound(self) -> str:
         """The resource whose time is the step's time."""
-        parts = {
-            "compute": self.ms["compute"],
-            "memory": self.ms["memory"],
-            "network": self.network_ms,
-        }
+        parts = self._parts()
         return max(parts, key=lambda key: parts[key])
+
+    def _parts(self) -> dict[str, float]:
+        parts = {key: self.ms[key] for key in ("compute", "memory", "host")}
+        return parts | {"network": self.network_ms}
 
     @property
     def step_ms(self) -> float:
-        """All three overlapped."""
-        return max(self.ms["compute"], self.ms["memory"], self.network_ms)
+        """Everything overlapped."""
+        return max(self._parts().values())
 
     @property
     def serial_ms(self) -> float:
         """Nothing overlapped."""
-        return self.ms["compute"] + self.ms["memory"] + self.network_ms
+        return sum(self._parts().values())
 
     @property
     def tokens_per_second(self) -> float | None:
@@ -144,13 +146,17 @@ def price(
     leaves = {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(args)}
     held, host = _held(work, leaves, group)
     touched: dict[str, float] = {}
+    from_host = 0.0
     for path, size in work.touched.items():
-        if not _on_host(leaves[path]):
+        if _on_host(leaves[path]):
+            from_host += size
+        else:
             touched[group(path)] = touched.get(group(path), 0.0) + size
     found = net.merged(work.collectives if collectives is None else collectives)
     ms = {
         "compute": 1e3 * sum(flop / device.peak(kind) for kind, flop in work.products.items()),
         "memory": (sum(touched.values()) + work.traffic) / (device.hbm_gb_s * 1e9) * 1e3,
+        "host": from_host / (device.host.gb_s * 1e9) * 1e3,
     }
     sent: dict[str, dict[str, float]] = {}
     for one in found:

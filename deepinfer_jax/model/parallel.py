@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
 from deepinfer_jax.layout import Layout
@@ -86,10 +87,20 @@ def spmd(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs:
         return function
     return jax.shard_map(
         function,
-        mesh=layout.abstract_mesh,
+        mesh=_mesh(layout),
         in_specs=in_specs,
         out_specs=out_specs,
         check_vma=False,
+    )
+
+
+def _mesh(layout: Layout) -> jax.sharding.AbstractMesh:
+    """The layout's mesh, of the kind of device that the context is lowered for."""
+    plain, device = layout.abstract_mesh, jax.sharding.get_abstract_mesh().abstract_device
+    if device is None:
+        return plain
+    return jax.sharding.AbstractMesh(
+        plain.axis_sizes, plain.axis_names, plain.axis_types, abstract_device=device
     )
 
 
@@ -148,7 +159,7 @@ def take(
     """
     axes = layout.mesh_axes(logical)
     if not axes:
-        return jax.tree.map(lambda leaf: leaf[index], table)
+        return jax.tree.map(lambda leaf: _read(leaf, index), table)
     shards = layout.ways(logical)
     here = jax.tree.leaves(table)[0].shape[0]
     row_axes = layout.mesh_axes("rows", phase)
@@ -156,12 +167,12 @@ def take(
     if not set(axes) & set(row_axes):
         local = flat - lax.axis_index(axes) * here
         mine = (local >= 0) & (local < here)
-        found = jax.tree.map(lambda leaf: leaf[jnp.where(mine, local, 0)], table)
+        found = jax.tree.map(lambda leaf: _read(leaf, jnp.where(mine, local, 0)), table)
         found = jax.tree.map(lambda leaf: _sum_bits(leaf, mine, axes), found)
     else:
 
         def read(items: Any, _: Bool[Array, " n"]) -> Any:
-            return jax.tree.map(lambda leaf: leaf[items], table)
+            return jax.tree.map(lambda leaf: _read(leaf, items), table)
 
         found = spread(
             flat,
@@ -277,6 +288,18 @@ def remote(
         lambda carry: (carry[0] + 1, one_round(*carry)),
         (jnp.int32(0), start),
     )[1]
+
+
+def _read(table: Shaped[Array, "n ..."], index: Int32[Array, "*where"]) -> Shaped[Array, "..."]:
+    """table[index]; a table in pinned host memory is read by the host, inside the program."""
+    if jax.typeof(table).memory_space != jax.memory.Space.Host:
+        return table[index]
+    read = compute_on(
+        lambda rows, where: rows[where],
+        compute_type="device_host",
+        out_memory_spaces=jax.memory.Space.Device,
+    )
+    return read(table, jax.device_put(index, jax.memory.Space.Host))
 
 
 def _rank_within(
