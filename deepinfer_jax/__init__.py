@@ -13,7 +13,7 @@ _HOMES = {
     "ModelConfig": "deepinfer_jax.config",
     "Numerics": "deepinfer_jax.config",
     "SamplingParams": "deepinfer_jax.runtime.sampling_params",
-    "load": "deepinfer_jax.runtime.checkpoint",
+    "load": "deepinfer_jax.runtime.model",
 }
 
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]

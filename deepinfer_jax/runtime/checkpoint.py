@@ -130,6 +130,14 @@ def place(
     return jax.make_array_from_single_device_arrays(param.shape, sharding, shards)
 
 
+def replicated(array: np.ndarray, layout: Layout | None = None) -> jax.Array:
+    """A host array on every device of a layout (one device without one)."""
+    if layout is None or layout.size == 1:
+        return jax.device_put(array, jax.devices()[0])
+    whole = jax.sharding.NamedSharding(layout.mesh(), jax.sharding.PartitionSpec())
+    return jax.make_array_from_callback(array.shape, whole, lambda _: array)
+
+
 def _token_map(path: Path, cfg: ModelConfig) -> np.ndarray | None:
     if not cfg.engram_layer_ids:
         return None

@@ -1,0 +1,122 @@
+"""A loaded model: weights on devices and the four static choices, with whole-sequence calls.
+
+`load` reads an official safetensors folder or a converted folder. `Model.forward` and
+`Model.draft` run whole sequences without a cache kept between calls; they are the reference that
+the engine (`runtime/engine.py`) is compared with, and what a researcher probes with `capture`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float32, Int32
+
+from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.model import transformer
+from deepinfer_jax.model.compile import jit
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.runtime import checkpoint
+from pallas_kernels import Kernels
+
+
+class ForwardOutput(NamedTuple):
+    """logits f32 [batch, seq, vocab]; captured: name -> layer -> array, rows as [batch, seq, ...]."""
+
+    logits: Float32[Array, "batch seq vocab"]
+    captured: dict[str, dict[int, Array]]
+
+
+class DraftOutput(NamedTuple):
+    """A DSpark block after each sequence: token_ids int32 [batch, k], logits f32 [batch, k, vocab],
+    confidence f32 [batch, k] (logits; acceptance estimate = sigmoid)."""
+
+    token_ids: Int32[Array, "batch k"]
+    logits: Float32[Array, "batch k vocab"]
+    confidence: Float32[Array, "batch k"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """setup: cfg, layout, kernels, numerics. tokenizer: path of tokenizer.json (may not exist)."""
+
+    setup: Setup
+    weights: transformer.Weights
+    tokenizer: Path
+
+    @property
+    def cfg(self) -> ModelConfig:
+        return self.setup.cfg
+
+    def forward(
+        self, tokens: Any, lengths: Any = None, capture: Sequence[str] = ()
+    ) -> ForwardOutput:
+        """Logits of whole sequences, no cache.
+
+        tokens: int [batch, seq]; lengths: int [batch], valid tokens of each row (default: all);
+        capture: names of `model.capture`. Raises ValueError for a wrong shape, an id outside the
+        vocabulary or a length outside 1..seq.
+        """
+        ids, count = self._checked(tokens, lengths)
+        return ForwardOutput(*_forward(self.setup, self.weights, ids, count, tuple(capture)))
+
+    def draft(self, tokens: Any, lengths: Any = None) -> DraftOutput:
+        """The greedy DSpark block after each sequence's own greedy next token.
+
+        Raises ValueError if the checkpoint has no drafter.
+        """
+        if self.weights.draft is None:
+            raise ValueError("draft: this checkpoint has no DSpark drafter")
+        ids, count = self._checked(tokens, lengths)
+        return DraftOutput(*_draft(self.setup, self.weights, ids, count))
+
+    def _checked(self, tokens: Any, lengths: Any) -> tuple[Array, Array]:
+        ids = np.asarray(tokens)
+        if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(
+                f"tokens: {ids.dtype} of shape {ids.shape}; expected integers [batch, seq]"
+            )
+        outside = ids[(ids < 0) | (ids >= self.cfg.vocab_size)]
+        if outside.size:
+            raise ValueError(f"tokens: id {outside[0]}; expected 0..{self.cfg.vocab_size - 1}")
+        if (ids == self.cfg.image_token_id).any():
+            raise ValueError(
+                f"tokens: id {self.cfg.image_token_id} is the image token; images are not supported"
+            )
+        count = np.full(ids.shape[0], ids.shape[1]) if lengths is None else np.asarray(lengths)
+        if count.shape != ids.shape[:1] or (count < 1).any() or (count > ids.shape[1]).any():
+            raise ValueError(
+                f"lengths: {count.tolist()}; expected {ids.shape[0]} numbers in 1..{ids.shape[1]}"
+            )
+        return jnp.asarray(ids, jnp.int32), jnp.asarray(count, jnp.int32)
+
+
+_forward = jit(transformer.forward, static_argnums=(0, 4))
+_draft = jit(transformer.draft, static_argnums=0)
+
+
+def load(
+    path: str | Path,
+    layout: Layout | None = None,
+    kernels: str | dict[str, str] | Kernels = "auto",
+    numerics: str | Numerics = "reference",
+) -> Model:
+    """Reads a checkpoint onto the devices of a layout.
+
+    path: official safetensors folder or converted folder; kernels: "auto", one implementation for
+    all operations, or a mapping; numerics: a preset's name or a `Numerics`. Raises CheckpointError
+    (one line a finding) or ValueError before any weight is read.
+    """
+    chosen = Numerics.preset(numerics) if isinstance(numerics, str) else numerics
+    found = checkpoint.read(path, layout)
+    setup = Setup(found.cfg, layout or Layout.single(), Kernels.parse(kernels), chosen)
+    weights = found.weights
+    if found.token_map is not None:
+        weights = dataclasses.replace(
+            weights, token_map=checkpoint.replicated(found.token_map, layout)
+        )
+    return Model(setup, weights, found.tokenizer)
