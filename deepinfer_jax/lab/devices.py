@@ -60,6 +60,10 @@ def parse(text: str, path: str | Path | None = None) -> tuple[Device, int]:
     return _device(f"{file} [{name}]", name, table[name]), count
 
 
+def _link(table: Mapping) -> Link:
+    return Link(**{key: float(value) for key, value in table.items()})
+
+
 def _device(where: str, name: str, table: Mapping) -> Device:
     fields = {field.name for field in dataclasses.fields(Device)} - {"name"}
     if wrong := set(table) ^ (fields - {"cuda"} | set(table) & {"cuda"}):
@@ -70,9 +74,8 @@ def _device(where: str, name: str, table: Mapping) -> Device:
         name,
         **{
             **table,
-            "tflops": tuple(sorted(table["tflops"].items())),
-            "inside": Link(**table["inside"]),
-            "between": Link(**table["between"]),
-            "host": Link(**table["host"]),
+            **{key: float(table[key]) for key in ("memory_gb", "hbm_gb_s")},
+            "tflops": tuple((kind, float(rate)) for kind, rate in sorted(table["tflops"].items())),
+            **{key: _link(table[key]) for key in ("inside", "between", "host")},
         },
     )

@@ -43,6 +43,7 @@ KINDS = {
 }
 ALIASES = {"reshape", "bitcast_convert_type", "squeeze", "expand_dims"}
 INDEXED = {"gather", "dynamic_slice"}
+Number = int | float
 SMALL_SUM = 16
 MEMORY = {
     *("dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated", "pallas_call"),
@@ -101,20 +102,22 @@ class _Walk:
         self.work = Work()
         self.alive: set[_Value] = set()
 
-    def jaxpr(self, jaxpr: Any, env: dict, times: float, scope: str, dynamic: bool) -> None:
+    def jaxpr(self, jaxpr: Any, env: dict, times: Number, scope: str, dynamic: bool) -> None:
         """Count the equations of a body whose inputs are in ``env``; adds its other variables."""
         last = {var: i for i, eqn in enumerate(jaxpr.eqns) for var in eqn.invars if _is_var(var)}
         last |= {var: len(jaxpr.eqns) for var in jaxpr.outvars if _is_var(var)}
         for var in jaxpr.constvars:
             env[var] = _Value(_bytes(var.aval), stored=True)
+        outside, until = set(env.values()), {}
         for i, eqn in enumerate(jaxpr.eqns):
             self.equation(eqn, env, times, _join(scope, eqn), dynamic)
             self.work.peak = max(self.work.peak, sum(value.size for value in self.alive))
-            for var in (*eqn.invars, *eqn.outvars):
-                if _is_var(var) and last.get(var, -1) <= i:
-                    self.alive.discard(env[var])
+            for var in eqn.outvars:
+                for value in {env[var], *env[var].sources} - outside:
+                    until[value] = max(until.get(value, -1), last.get(var, i))
+            self.alive -= {value for value in self.alive if until.get(value, i + 1) <= i}
 
-    def equation(self, eqn: Any, env: dict, times: float, scope: str, dynamic: bool) -> None:
+    def equation(self, eqn: Any, env: dict, times: Number, scope: str, dynamic: bool) -> None:
         name = eqn.primitive.name
         inputs = [env[var] if _is_var(var) else None for var in eqn.invars]
         if inputs and inputs[0] is not None:
@@ -157,7 +160,7 @@ class _Walk:
                 self._store(value, times)
             env[var] = value
 
-    def _store(self, value: _Value, times: float) -> None:
+    def _store(self, value: _Value, times: Number) -> None:
         value.stored, value.sources = True, frozenset()
         self.work.traffic += times * value.size
         self.alive.add(value)
@@ -202,7 +205,7 @@ class _Walk:
         kind = {1: "fp8", 2: "bf16"}.get(widest, "f32")
         self._add_product(kind, times * 2 * k * math.prod(eqn.outvars[0].aval.shape))
 
-    def _add_product(self, kind: str, count: float) -> None:
+    def _add_product(self, kind: str, count: Number) -> None:
         self.work.products[kind] = self.work.products.get(kind, 0.0) + count
 
     def _collective(self, eqn, times, scope, dynamic) -> None:
