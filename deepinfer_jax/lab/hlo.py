@@ -113,7 +113,8 @@ def _trips(computations: dict[str, _Computation], name: str) -> int | None:
     for match in condition.lines:
         if match["name"] == bound and match["op"] == "constant":
             value = match["rest"].split(")")[0]
-            return int(value) if re.fullmatch(r"\d+", value) else None
+            whole = re.fullmatch(r"[su]\d+\[\]", match["type"]) and re.fullmatch(r"\d+", value)
+            return int(value) if whole else None
     return None
 
 
