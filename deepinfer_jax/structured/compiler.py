@@ -32,7 +32,7 @@ from deepinfer_jax.structured.nfa import ENTRY, Choice, Nfa, Text, Tree
 from deepinfer_jax.structured.pushdown import DONE, START, pushdown
 from deepinfer_jax.structured.ranges import utf8_paths
 from deepinfer_jax.structured.schema import emit
-from deepinfer_jax.structured.stack import StackMachine, Steering, merge, steer
+from deepinfer_jax.structured.stack import StackMachine, Steering, merge, prune, steer
 from deepinfer_jax.structured.tokens import (
     BIAS,
     NEVER,
@@ -155,8 +155,9 @@ def _tables(
         machine = pushdown(nfa)
         columns, classes = classify(vocabulary, walker := StackMachine(machine, budget), budget)
         columns, edges = merge(walker, columns)
-        columns, classes = distinct(columns, classes)
         steering = steer(machine, columns, edges)
+        columns, edges = prune(columns, edges, steering)
+        columns, classes = distinct(columns, classes)
         rows = share_rows(columns)
         levels = int(steering.height[START])
         budget.check("stack levels", levels, budget.limits.stack)
@@ -181,6 +182,7 @@ def _tables(
         classes=len(columns),
         rows=len(rows.outcome),
         edges=len(edges.target) if edges else 0,
+        exits=int((edges.target < 0).sum()) if edges else 0,
         bytes=block.cells.nbytes + classes.nbytes,
         min_tokens=int(steering.need[START]),
         levels=levels,
@@ -217,7 +219,10 @@ def _compile(spec: _Spec, key: str, vocabulary: Vocabulary, limits: Limits) -> G
                 reasons.append(str(error))
         else:
             reason = reasons[0] if len(set(reasons)) == 1 else "; ".join(reasons)
-            host_text = fallback()
+            try:
+                host_text = fallback()
+            except GrammarError as error:
+                raise GrammarError(f"{error} (device tiers: {reason})") from None
             report, block, classes = _host(host_text, reason, vocabulary)
     except RecursionError:
         raise GrammarError(f"structured {spec.kind} is nested too deeply") from None

@@ -43,7 +43,7 @@ class Pool:
     """Tables of the grammars that are loaded; see `pool.PoolManager`, which fills it.
 
     token_class: uint16 [grammars, vocab]. header: int32 [grammars, HEADER]. arena: int32 [cells].
-    classes, edges: most that one grammar may have, static.
+    classes, edges, exits: most that one grammar may have, static.
     """
 
     token_class: Any
@@ -51,6 +51,7 @@ class Pool:
     arena: Any
     classes: int = struct.field(pytree_node=False)
     edges: int = struct.field(pytree_node=False)
+    exits: int = struct.field(pytree_node=False)
 
 
 @struct.dataclass
@@ -129,6 +130,57 @@ def _outcome_row(pool: Pool, head: Any, state: Any) -> Int32[Array, "rows 1"]:
     return head[BASE] + _read(pool.arena, head[STATES] + 2 * state[:, None])
 
 
+def _total(below: Any, cost: Any, depth: Any) -> Int32[Array, "rows n"]:
+    """Need of whole sequences in states of a cost; never where the stack would not hold it.
+
+    below: need of the lowest frames, by their number, int32 [rows, levels + 1]. depth: [rows, n].
+    """
+    need = cost & _NEED
+    whole = need + jnp.take_along_axis(below, depth, axis=1)
+    possible = (need < _NEED) & (depth + (cost >> HEIGHT) < below.shape[1])
+    return jnp.where(possible, whole, _NEVER)
+
+
+def _edge_need(pool: Pool, head: Any, state: GrammarState, below: Any) -> Int32[Array, "rows e"]:
+    """Need after each edge of the grammar; exits come first and follow the stack."""
+    depth = state.depth[:, None]
+    exits = jnp.arange(pool.exits, dtype=jnp.int32)[None, :]
+    leaving = jnp.broadcast_to(-1 - exits, (depth.shape[0], pool.exits))
+    outcome, after = _pop(pool, head, leaving, state.stack, depth)
+    returned = _read(pool.arena, head[STATES] + 2 * (outcome - BIAS) + 1)
+    pushed = _read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE + 1)
+    cost = jnp.where(outcome > 0, returned, pushed)
+    exit_need = _total(below, jnp.where(outcome == DEAD, _NEED, cost), after)
+    rest = jnp.arange(pool.exits, pool.edges, dtype=jnp.int32)[None, :]
+    pushed = _read(pool.arena, head[EDGES] + rest * EDGE + 1)
+    push_need = _total(below, pushed, jnp.broadcast_to(depth, pushed.shape))
+    return jnp.concatenate([exit_need, push_need], axis=1)
+
+
+def _class_need(
+    pool: Pool, head: Any, state: GrammarState
+) -> tuple[Int32[Array, "rows k"], Int32[Array, "rows 1"]]:
+    """Need after each token class, and need now."""
+    levels = state.stack.shape[1]
+    here = state.depth[:, None]
+    owed = _read(pool.arena, head[RETURNS] + state.stack)
+    owed = jnp.where(jnp.arange(levels, dtype=jnp.int32)[None, :] < here, owed, 0)
+    below = jnp.cumsum(jnp.pad(owed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
+    # The barriers keep the compiler from computing an edge anew for each class that takes it, and
+    # a class for each of its tokens.
+    edge_need = jax.lax.optimization_barrier(_edge_need(pool, head, state, below))
+
+    classes = jnp.arange(pool.classes, dtype=jnp.int32)[None, :]
+    outcome = _read(pool.arena, _outcome_row(pool, head, state.state) + classes)
+    cell = head[STATES] + 2 * (state.state[:, None] + outcome - BIAS) + 1
+    plain = _total(below, _read(pool.arena, cell), jnp.broadcast_to(here, outcome.shape))
+    edge = jnp.clip(-1 - outcome, 0, pool.edges - 1)
+    moved = jnp.take_along_axis(edge_need, edge, axis=1)
+    need = jnp.where(outcome > 0, plain, jnp.where(outcome < 0, moved, _NEVER))
+    now = _read(pool.arena, head[STATES] + 2 * state.state[:, None] + 1) & _NEED
+    return need, now + jnp.take_along_axis(below, here, axis=1)
+
+
 def mask(
     pool: Pool, state: GrammarState, remaining: Int32[Array, "*lead"]
 ) -> Bool[Array, "*lead vocab"]:
@@ -140,41 +192,10 @@ def mask(
     """
     with jax.named_scope("grammar_mask"):
         state, lead = _rows(state)
-        budget = remaining.reshape(-1, 1)
         head = _header(pool, state.grammar)
-        levels = state.stack.shape[1]
-        position = jnp.arange(levels, dtype=jnp.int32)[None, :]
-        owed = _read(pool.arena, head[RETURNS] + state.stack)
-        owed = jnp.where(position < state.depth[:, None], owed, 0)
-        below = jnp.cumsum(jnp.pad(owed, ((0, 0), (1, 0))), axis=1, dtype=jnp.int32)
-
-        def total(cost: Any, depth: Any) -> Any:
-            """Need of the whole sequence, or never where the stack would not hold."""
-            need = cost & _NEED
-            whole = need + jnp.take_along_axis(below, depth, axis=1)
-            possible = (need < _NEED) & (depth + (cost >> HEIGHT) <= levels)
-            return jnp.where(possible, whole, _NEVER)
-
-        edges = jnp.arange(pool.edges, dtype=jnp.int32)[None, :]
-        start_edges = jnp.broadcast_to(-1 - edges, (state.state.shape[0], pool.edges))
-        outcome, depth = _pop(pool, head, start_edges, state.stack, state.depth[:, None])
-        into = _read(pool.arena, head[STATES] + 2 * (outcome - BIAS) + 1)
-        opened = _read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE + 1)
-        ended = (outcome < 0) & (_read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE) < 0)
-        edge_need = total(jnp.where(outcome > 0, into, opened), depth)
-        edge_need = jnp.where((outcome == DEAD) | ended, _NEVER, edge_need)
-
-        classes = jnp.arange(pool.classes, dtype=jnp.int32)[None, :]
-        outcome = _read(pool.arena, _outcome_row(pool, head, state.state) + classes)
-        cell = head[STATES] + 2 * (state.state[:, None] + outcome - BIAS) + 1
-        here = jnp.broadcast_to(state.depth[:, None], outcome.shape)
-        plain = total(_read(pool.arena, cell), here)
-        moved = jnp.take_along_axis(edge_need, jnp.clip(-1 - outcome, 0, pool.edges - 1), axis=1)
-        need = jnp.where(outcome > 0, plain, jnp.where(outcome < 0, moved, _NEVER))
-
-        now = _read(pool.arena, head[STATES] + 2 * state.state[:, None] + 1) & _NEED
-        now = now + jnp.take_along_axis(below, state.depth[:, None], axis=1)
-        allowed = need <= jnp.maximum(budget, now) - 1
+        need, now = _class_need(pool, head, state)
+        limit = jnp.maximum(jnp.maximum(remaining.reshape(-1, 1), now), 1) - 1
+        allowed = jax.lax.optimization_barrier(need <= limit)
         of_token = pool.token_class[jnp.maximum(state.grammar, 0)].astype(jnp.int32)
         allowed = jnp.take_along_axis(allowed, of_token, axis=1, mode="promise_in_bounds")
         allowed = allowed | ~_active(state)[:, None]
@@ -201,13 +222,17 @@ def advance(pool: Pool, state: GrammarState, token: Int32[Array, "*lead"]) -> Gr
         edge = head[EDGES] + jnp.maximum(-1 - outcome, 0) * EDGE
         pushes = outcome < 0
         target = jnp.where(pushes, _read(pool.arena, edge), outcome - BIAS)[:, 0]
-        target = jnp.where(outcome[:, 0] == DEAD, DEAD, target)
+        symbols = _read(pool.arena, edge + 2 + jnp.arange(MAX_PUSH, dtype=jnp.int32)[None, :])
+        count = jnp.where(pushes, (symbols >= 0).sum(axis=1, keepdims=True, dtype=jnp.int32), 0)
         position = jnp.arange(levels, dtype=jnp.int32)[None, :]
         offset = position - depth
-        symbol = _read(pool.arena, edge + 2 + jnp.clip(offset, 0, MAX_PUSH - 1))
-        opened = pushes & (offset >= 0) & (offset < MAX_PUSH) & (symbol >= 0)
-        depth = depth + opened.sum(axis=1, keepdims=True, dtype=jnp.int32)
-        stack = jnp.where(position < depth, jnp.where(opened, symbol, state.stack), 0)
+        opened = jnp.take_along_axis(symbols, jnp.clip(offset, 0, MAX_PUSH - 1), axis=1)
+        stack = jnp.where((offset >= 0) & (offset < count), opened, state.stack)
+        depth = depth + count
+        stack = jnp.where(position < depth, stack, 0)
+        forbidden = (outcome == DEAD) | (depth > levels)
+        target = jnp.where(forbidden[:, 0], DEAD, target)
+        depth = jnp.minimum(depth, levels)
 
         active = _active(state)
         moved = state.replace(

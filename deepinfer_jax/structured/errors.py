@@ -44,8 +44,9 @@ class PoolFullError(RuntimeError):
 class Limits:
     """spec_bytes: length of a regex, schema or EBNF text. repeat: largest bound of a repetition.
     nodes: automaton nodes before determinisation. states: after it. cells: states x token classes.
-    classes, edges: token classes and stack outcomes of one grammar, as many as the device pool
-    takes. stack: levels of the pushdown stack. seconds: time of the device tiers.
+    classes, edges, exits: token classes and stack outcomes of one grammar (exits: those that
+    leave a frame), as many as the device pool takes. stack: levels of the pushdown stack. seconds:
+    time of the device tiers.
     """
 
     spec_bytes: int = 1_000_000
@@ -55,8 +56,9 @@ class Limits:
     cells: int = 64_000_000
     classes: int = 4096
     edges: int = 1024
+    exits: int = 256
     stack: int = 32
-    seconds: float = 10.0
+    seconds: int | float = 10
 
 
 class Budget:

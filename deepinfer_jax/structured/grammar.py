@@ -32,7 +32,7 @@ from deepinfer_jax.structured.device import (
 )
 from deepinfer_jax.structured.errors import GrammarError
 from deepinfer_jax.structured.stack import MAX_PUSH, Edges, Steering
-from deepinfer_jax.structured.tokens import BIAS, Rows
+from deepinfer_jax.structured.tokens import BIAS, NEVER, Rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Report:
     """What became of a request's grammar.
 
     tier: 1 finite automaton, 2 pushdown automaton, 3 host masks. reason: why not a lower tier.
-    states, classes, rows, edges: sizes of the tables. bytes: of the tables and the token classes.
+    states, classes, rows, edges, exits: sizes. bytes: of the tables and the token classes.
     seconds: compilation. min_tokens: shortest output, EOS included (0: unknown). levels: least
     stack. warnings: what "lenient" ignored.
     """
@@ -51,6 +51,7 @@ class Report:
     classes: int = 0
     rows: int = 0
     edges: int = 0
+    exits: int = 0
     bytes: int = 0
     seconds: float = 0.0
     min_tokens: int = 0
@@ -105,10 +106,11 @@ def pack(rows: Rows, steering: Steering, edges: Edges | None, trigger: Sequence[
     if edges:
         table = np.full((number, EDGE), -1, np.int32)
         table[:, 0] = edges.target
-        table[:, 1] = _cost(steering.edge_need, steering.edge_height)
+        exits = edges.target < 0  # never an outcome in themselves
+        table[:, 1] = _cost(np.where(exits, NEVER, steering.edge_need), steering.edge_height)
         table[:, 2:] = edges.pushed
-        exits = edges.exits
-        absolute = np.where(exits >= states, states - exits - 1, np.where(exits, exits + BIAS, 0))
+        then = edges.exits
+        absolute = np.where(then >= states, states - then - 1, np.where(then, then + BIAS, 0))
         parts += [table, absolute.astype(np.int32)]
     parts.append(steering.return_need if returns else np.zeros(1))
     parts.append(trigger_table(trigger))

@@ -70,8 +70,8 @@ class PoolManager:
     """Allocates the pool of one engine.
 
     width: columns of the logits. grammars: rows of token classes, one a grammar. cells: int32 cells
-    of the arena. limits: its ``classes`` and ``edges`` fix shapes of the step. sharding: pytree or
-    one sharding for the pool's arrays (the default device unless given).
+    of the arena. limits: those of the compiler; classes, edges and exits fix shapes of the step.
+    sharding: pytree or one sharding for the pool's arrays (the default device unless given).
     """
 
     def __init__(
@@ -96,6 +96,7 @@ class PoolManager:
             arena=np.zeros(self.chunks * CHUNK, np.int32),
             classes=min(self.limits.classes, self.width + 1),
             edges=self.limits.edges,
+            exits=self.limits.exits,
         )
         return jax.device_put(pool, self.sharding)
 
@@ -114,6 +115,10 @@ class PoolManager:
             raise GrammarError(
                 f"grammar is for {len(grammar.token_class)} logits, the pool for {self.width}"
             )
+        for what in ("classes", "edges", "exits"):
+            size, most = getattr(grammar.report, what), getattr(self.limits, what)
+            if size > most:
+                raise GrammarError(f"grammar has {size} {what}, the pool takes {most}")
         chunks = -(-len(grammar.block.cells) // CHUNK)
         if chunks > self.chunks:
             raise GrammarError(

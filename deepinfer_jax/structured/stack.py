@@ -133,7 +133,7 @@ class StackMachine:
 
 @dataclasses.dataclass(frozen=True)
 class Edges:
-    """Edges of a grammar after merging, for the tables of the device.
+    """Edges of a grammar after merging, for the tables of the device; exits come first.
 
     target: next state of a push edge, -1 for an exit. pushed: its return symbols, -1 padded.
     exits: outcomes by return symbol, numbered like a column's: states, then edges.
@@ -169,9 +169,10 @@ def merge(
             break
         count = len(distinct)
     final: dict[int, int] = {}
-    for one in needed:
+    for one in sorted(needed, key=lambda one: one not in machine.exits):  # exits come first
         final.setdefault(int(class_of[one]), len(final))
     machine.budget.check("stack outcomes", len(final), machine.budget.limits.edges)
+    machine.budget.check("stack exits", count, machine.budget.limits.exits)
     target = np.full(len(final), -1, np.int32)
     pushed = np.full((len(final), MAX_PUSH), -1, np.int32)
     table = np.zeros((len(final), returns), np.int32)
@@ -248,3 +249,14 @@ def steer(machine: Pushdown, columns: Int[np.ndarray, "classes states"], edges: 
     if height[START] >= NEVER or need[START] >= NEVER:
         raise GrammarError("no text of this vocabulary completes the grammar")
     return Steering(need, height, edge_need, edge_height, over_returns(need))
+
+
+def prune(
+    columns: Int[np.ndarray, "classes states"], edges: Edges, steering: Steering
+) -> tuple[Int[np.ndarray, "classes states"], Edges]:
+    """Outcomes that no text completes become dead, in columns and behind exits."""
+    pushes = edges.target >= 0
+    need = np.concatenate([steering.need, np.where(pushes, steering.edge_need, 0)])
+    dead = need >= NEVER
+    kept = dataclasses.replace(edges, exits=np.where(dead[edges.exits], DEAD, edges.exits))
+    return np.where(dead[columns], DEAD, columns).astype(np.int32), kept

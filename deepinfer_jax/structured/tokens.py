@@ -17,7 +17,7 @@ Next states are stored relative to the state, which lets counted states share a 
 """
 
 import dataclasses
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int, UInt16
@@ -31,6 +31,7 @@ BIAS = 1 << 24
 NEVER = (1 << 24) - 1  # need of a state that cannot finish
 
 
+@runtime_checkable
 class Machine(Protocol):
     """What the walk needs: the class of each byte and how a column of outcomes takes one byte."""
 

@@ -5,7 +5,7 @@ is a subset of what it allows, so the second one is read as widely as JSON schem
 formats dropped, its objects open).
 """
 
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from deepinfer_jax.structured.dfa import Dfa, product
 from deepinfer_jax.structured.errors import Budget
@@ -22,6 +22,7 @@ from deepinfer_jax.structured.schema.strings import StringSpec
 _DEPTH = 5  # members inside members that are looked at
 
 
+@runtime_checkable
 class Expander(Protocol):
     """What is asked of `cases.Cases`."""
 
