@@ -106,7 +106,7 @@ def attention(
         ring = cache.window[plan.index]
         seen = setup.cfg.sliding_window
         if jax.tree.leaves(ring)[0].shape[1] == 0:
-            seen = min(seen, rows.width)
+            seen = min(seen, rows.everyone.width)
         position = window_positions(rows, seen, floor=plan.half == "decoder")
         source, index, ring = caches.recall(
             ring, window, rows, position, lookback=setup.cfg.sliding_window - 1

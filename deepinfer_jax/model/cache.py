@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32, Shaped
 
 from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.model import context
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.spec import MX_GROUP, Leaf, Param
 
@@ -118,13 +119,14 @@ def recall(
     """
     size = jax.tree.leaves(ring)[0].shape[1]
     slot = rows.slot[rows.group][:, None]
-    after = write_ring(ring, new, rows)
-    in_call = rows.first[rows.group][:, None] + position - rows.start[rows.group][:, None]
+    new, call = context.together(rows, new), rows.everyone
+    after = write_ring(ring, new, call)
+    in_call = call.first[rows.group][:, None] + position - rows.start[rows.group][:, None]
     if size == 0:
         seen = (position >= 0) & (position >= rows.start[rows.group][:, None])
         return new, jnp.where(seen, in_call, -1), after
     in_ring = slot * size + jnp.maximum(position, 0) % size
-    if rows.width + lookback <= size:
+    if call.width + lookback <= size:
         return _flat(after), jnp.where(position >= 0, in_ring, -1), after
     source, past, slots = join(ring, new, rows, position)
     present = position >= rows.start[rows.group][:, None]
@@ -149,6 +151,7 @@ def write_ring(ring: Any, new: Any, rows: Rows) -> Any:
     size = jax.tree.leaves(ring)[0].shape[1]
     if size == 0:
         return ring
+    new, rows = context.together(rows, new), rows.everyone
     end = (rows.start + rows.count)[rows.group]
     kept = rows.valid & (rows.position >= end - size)
     index = rows.slot[rows.group] * size + rows.position % size
@@ -158,6 +161,7 @@ def write_ring(ring: Any, new: Any, rows: Rows) -> Any:
 def write_entries(store: Any, new: Any, rows: Rows, ratio: int) -> Any:
     """Writes the entries that this call's rows complete: entry j of a sequence when its row (j + 1)
     ratio - 1 is in."""
+    new, rows = context.together(rows, new), rows.everyone
     per_page = jax.tree.leaves(store)[0].shape[1]
     complete = rows.valid & (rows.position % ratio == ratio - 1)
     index = entry_index(rows.pages, rows.group, rows.position[:, None] // ratio, per_page)[:, 0]

@@ -168,7 +168,7 @@ def take(
         local = flat - lax.axis_index(axes) * here
         mine = (local >= 0) & (local < here)
         found = jax.tree.map(lambda leaf: _read(leaf, jnp.where(mine, local, 0)), table)
-        found = jax.tree.map(lambda leaf: _sum_bits(leaf, mine, axes), found)
+        found = jax.tree.map(lambda leaf: sum_bits(leaf, mine, axes), found)
     else:
 
         def read(items: Any, _: Bool[Array, " n"]) -> Any:
@@ -329,7 +329,7 @@ def _ragged(
     return lax.ragged_all_to_all(leaf, empty, starts, send, at, receive, axis_name=axes)
 
 
-def _sum_bits(
+def sum_bits(
     rows: Shaped[Array, "n ..."], mine: Bool[Array, " n"], axes: tuple[str, ...]
 ) -> Shaped[Array, "n ..."]:
     """Each row from the one shard that holds it: bits added as integers, zero elsewhere."""

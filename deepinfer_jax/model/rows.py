@@ -12,6 +12,8 @@ model has one code path:
 write nothing.
 """
 
+from typing import Any
+
 import flax.struct
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, Shaped
@@ -30,6 +32,8 @@ class Rows:
     pages: int32 [groups, P], page of the compressed caches that holds tokens 128 i .. 128 i + 127
     (-1: none).
     width: most rows of a group; dense: the rows form a rectangle.
+        whole, axes, order: under context parallelism the rows of all shards, the mesh axes they are
+    spread over and which piece is where (context.py).
     """
 
     token: Leaf
@@ -44,6 +48,14 @@ class Rows:
     pages: Leaf
     width: int = flax.struct.field(pytree_node=False)
     dense: bool = flax.struct.field(pytree_node=False)
+    whole: Any = None
+    axes: tuple[str, ...] = flax.struct.field(pytree_node=False, default=())
+    order: tuple[int, ...] = flax.struct.field(pytree_node=False, default=())
+
+    @property
+    def everyone(self) -> "Rows":
+        """The rows of all context shards (context.py); these rows if nothing is split."""
+        return self if self.whole is None else self.whole
 
     @property
     def size(self) -> int:

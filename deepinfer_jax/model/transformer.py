@@ -25,7 +25,16 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32, Int32
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model import attention, dspark, engram, engram_hash, hyper, parallel, vision
+from deepinfer_jax.model import (
+    attention,
+    context,
+    dspark,
+    engram,
+    engram_hash,
+    hyper,
+    parallel,
+    vision,
+)
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
@@ -108,6 +117,8 @@ def forward(
     nothing. Under a layout sequences are spread over the shards of "slots".
     """
 
+    length = tokens.shape[1]
+
     def local(weights: Weights, tokens: Array, lengths: Array) -> tuple[Array, Any]:
         recorder = Capture(capture)
         rows, cache = whole_sequences(setup, tokens, lengths, ring=0)
@@ -116,8 +127,10 @@ def forward(
         logits = head_logits(setup, x, weights.norm, weights.head)
 
         def unpack(value: Array) -> Array:
-            whole = value.shape[0] == rows.size
-            return value.reshape(*tokens.shape, *value.shape[1:]) if whole else value
+            if value.shape[0] != rows.size:
+                return value
+            value = context.together(rows, value)
+            return value.reshape(*tokens.shape, *value.shape[1:])[:, :length]
 
         return unpack(logits), jax.tree.map(unpack, recorder.found)
 
@@ -141,14 +154,15 @@ def draft(
         rows, cache = whole_sequences(setup, tokens, lengths, ring=caches.ring_size(cfg))
         out = trunk(setup, weights, rows, cache, recorder)
         cache = dspark.remember(setup, weights.draft, rows, out.cache, out.taps)
-        x = collapse(setup, weights, out.hidden, recorder)[rows.last()]
+        x = collapse(setup, weights, out.hidden, recorder)
+        x = context.fetch(rows, x, rows.everyone.last())
         anchor = jnp.argmax(head_logits(setup, x, weights.norm, weights.head), axis=-1)
         anchor = anchor.astype(jnp.int32)
         noise = jnp.full((rows.groups, cfg.dspark_block_size), cfg.dspark_noise_token_id, jnp.int32)
         block_rows = row_lists.rectangle(
             noise.at[:, 0].set(anchor),
-            start=rows.start + rows.count,
-            count=jnp.full_like(rows.count, cfg.dspark_block_size),
+            start=rows.start + lengths,
+            count=jnp.full_like(lengths, cfg.dspark_block_size),
             slot=rows.slot,
             pages=rows.pages,
         )
@@ -179,11 +193,12 @@ def _over_sequences(
     tokens: Int32[Array, "batch seq"],
     lengths: Int32[Array, " batch"],
 ) -> Any:
-    """`local` over each shard's sequences; empty ones pad the batch to a multiple."""
+    """`local` over each shard's sequences; empty ones pad the batch, empty places the length."""
     parallel.check(setup.layout, setup.phase)
     batch = tokens.shape[0]
     more = -batch % setup.layout.ways("slots", setup.phase)
-    tokens, lengths = jnp.pad(tokens, ((0, more), (0, 0))), jnp.pad(lengths, (0, more))
+    longer = -tokens.shape[1] % context.multiple(setup.layout, setup.phase)
+    tokens, lengths = jnp.pad(tokens, ((0, more), (0, longer))), jnp.pad(lengths, (0, more))
     own = setup.layout.spec(("slots",), lengths.shape, "sequences", setup.phase)
     specs = (weight_specs(setup, weights), own, own)
     out = parallel.spmd(setup.layout, local, specs, own)(weights, tokens, lengths)
@@ -205,7 +220,7 @@ def whole_sequences(
         slot=jnp.arange(batch, dtype=jnp.int32),
         pages=jnp.arange(batch * held, dtype=jnp.int32).reshape(batch, held),
     )
-    return rows, cache
+    return context.split(rows, setup.layout, setup.phase), cache
 
 
 def trunk(
@@ -240,8 +255,8 @@ def trunk(
             cache = _produce_only(setup, plan, layer, hidden, rows, cache, capture)
             if keep == 0:
                 break
-            rows, source = row_lists.suffix(rows, keep)
-            hidden = Hidden(hidden.streams[source], hidden.pre[source])
+            kept, source = row_lists.suffix(rows.everyone, keep)
+            rows, hidden = kept, context.fetch(rows, hidden, source)
         with jax.named_scope(f"layer_{plan.index}"):
             capture.add("streams", plan.index, hidden.streams)
             if plan.engram:
