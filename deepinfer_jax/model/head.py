@@ -27,7 +27,7 @@ def head_logits(
     setup: Setup,
     x: Float[Array, "rows d"],
     weight: Float[Array, " d"],
-    head: Float[Array, "vocab d"],
+    head: Float[Array, "held d"],
 ) -> Float32[Array, "rows vocab"]:
     """Logits of collapsed rows; weight: the norm's, head [vocab, d]."""
     with jax.named_scope("head"):
