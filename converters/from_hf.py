@@ -6,21 +6,23 @@
     DST/source/<shard>.header, index     raw headers of the source, to write it back byte for byte
     DST/manifest.json                    format version, source identity, sha256 of every tensor
 
-Leaves are written in the order of the tree, a shard file at a time: read the rows that fill it,
-hash them, hand them to tensorstore, and make finished files durable in the background. What is in
-flight is bounded by the memory budget, so a 100 GB table costs no more than a small one. A killed
-run resumes where its journal ends (target.py); only the last rename gives the folder its name.
+Leaves are written in the order of the tree by a few workers, a shard file at a time: a few rows
+are read, hashed, and written to their chunks while they are still in the processor's cache; finished
+files are made durable in the background. A 100 GB table costs no more memory than a small one. A
+killed run resumes where its journal ends (target.py); only the last rename gives the folder its
+name.
 """
 
 import argparse
-import collections
-import dataclasses
 import hashlib
 import json
+import math
 import shutil
 import sys
+import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -38,10 +40,9 @@ from converters.token_map import token_map
 
 MIB = 2**20
 SHARD_BYTES = 64 * MIB
-COPIES = 4  # of a shard in flight: our buffer, tensorstore's chunks, their encoding, one to spare
+BLOCK_BYTES = MIB // 4  # about a processor's second-level cache
+COPIES = 4  # of a worker's block: read, converted, cut into chunks, one to spare
 COMMIT_BYTES = 256 * MIB
-READ_BYTES = 8 * MIB
-MOST_FLIGHTS = 32
 
 
 def convert(
@@ -57,28 +58,27 @@ def convert(
 ) -> Path:
     """Convert a checkpoint folder; returns the finished folder.
 
-    memory: budget in bytes for what is in flight, over the interpreter's own. workers: threads that
-    read and hash. only: path prefixes to keep (a slice). restart: discard an interrupted run.
+    memory: budget in bytes for the workers' buffers, over the interpreter's own memory. workers:
+    threads. only: path prefixes to keep (a slice). restart: discard an interrupted run.
     Raises `CheckpointError` (one line a finding); nothing is written if the source is at fault.
     """
-    if memory < 16 * MIB:
-        raise CheckpointError([f"memory = {memory}: expected at least {16 * MIB} bytes"])
+    block = min(BLOCK_BYTES, memory // (COPIES * max(1, workers)))
+    if workers < 1 or block < 2**12:
+        raise CheckpointError([f"memory = {memory} bytes for workers = {workers} is too little"])
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
     checked = examine(source)
     job = plan.job(checked, text_only, only)
     classes = _classes(checked.source, job)
-    shard_bytes = min(SHARD_BYTES, memory // (2 * COPIES))
     identity = checked.source.identity()
     basis = {
         "format": [FORMAT, FORMAT_VERSION],
         "source": identity,
         "options": job.options,
-        "shard size (--memory)": shard_bytes,
     }
     target = Target(destination, basis, restart)
     try:
-        work = _Conversion(job, target, memory // COPIES, shard_bytes, workers)
+        work = _Conversion(job, target, workers, block)
         target.require_space(work.remaining)
         with Progress("convert", job.table.nbytes, work.finished, quiet=quiet) as progress:
             digests = work.run(progress)
@@ -126,135 +126,108 @@ def _copy_files(source: Source, job: plan.Job, target: Path, classes: np.ndarray
         shutil.copyfile(source.path / INDEX, kept / INDEX)
 
 
-@dataclasses.dataclass
-class _Flight:
-    """A piece that is being hashed and, unless an earlier run wrote it, written."""
-
-    piece: plan.Piece
-    nbytes: int
-    written: Any
-    hashed: Future[dict[str, str]]
-
-
 class _Conversion:
-    """The loop over pieces: read ahead of what is hashed, written and made durable."""
+    """Chains of pieces through a pool of workers, and finished pieces into the journal."""
 
-    def __init__(
-        self, job: plan.Job, target: Target, in_flight: int, shard_bytes: int, workers: int
-    ):
-        self._job, self._target, self._in_flight = job, target, in_flight
-        self._plan = list(plan.pieces(job.table, shard_bytes))
+    def __init__(self, job: plan.Job, target: Target, workers: int, block: int):
+        self._job, self._target = job, target
+        self._workers, self._block = workers, block
+        self._chains = list(plan.chains(job.table, SHARD_BYTES))
         self._weights = target.path / WEIGHTS
         self._weights.mkdir(exist_ok=True)
-        self._context = store.context(max(2, workers))
-        self._workers = workers
         self._digests = {
             name: digest
             for record in target.done.values()
             for name, digest in record["sha256"].items()
         }
-        self._hashers: dict[str, Any] = {}
-        self._flights: collections.deque[_Flight] = collections.deque()
         self._landed: list[tuple[str, Path, Mapping[str, Any]]] = []
         self._landed_bytes = 0
-        everything = [piece for _, _, found in self._plan for piece in found]
-        sizes = {piece.key: plan.nbytes(job.table.params, piece) for piece in everything}
+        self._lock, self._stop = threading.Lock(), threading.Event()
+        pieces = [piece for chain in self._chains for piece in chain.pieces]
+        sizes = {piece.key: plan.nbytes(job.table.params, piece) for piece in pieces}
         self.remaining = sum(size for key, size in sizes.items() if key not in target.done)
-        self.finished = sum(sizes[piece.key] for piece in everything if self._is_settled(piece))
+        self.finished = sum(
+            sizes[piece.key]
+            for chain in self._chains
+            if self._is_settled(chain)
+            for piece in chain.pieces
+        )
 
-    def _is_settled(self, piece: plan.Piece) -> bool:
-        """Written by an earlier run, and the digest of each of its tensors is known."""
-        known = all(part.entry.name in self._digests for part in piece.parts)
-        return piece.key in self._target.done and known
+    def _is_settled(self, chain: plan.Chain) -> bool:
+        """Written by earlier runs as a whole, so that the digests of its tensors are known."""
+        return all(piece.key in self._target.done for piece in chain.pieces)
 
     def run(self, progress: Progress) -> dict[str, str]:
         """Write what is left; sha256 of every tensor by name."""
         self._progress = progress
         with (
-            ThreadPoolExecutor(self._workers, "read") as self._readers,
-            ThreadPoolExecutor(self._workers, "hash") as self._hash_pool,
             ThreadPoolExecutor(1, "commit") as self._committer,
-            st.Reader() as self._reader,
+            ThreadPoolExecutor(self._workers, "convert") as pool,
         ):
             self._commit: Future[None] = self._committer.submit(lambda: None)
+            waiting = [chain for chain in self._chains if not self._is_settled(chain)]
+            futures = [pool.submit(self._write_chain, chain) for chain in waiting]
             try:
-                for leaf, cut, found in self._plan:
-                    self._write_leaf(leaf, cut, found)
-                while self._flights:
-                    self._land()
-                self._flush()
-                self._commit.result()
+                for future in as_completed(futures):
+                    future.result()
             finally:
-                for flight in self._flights:  # nothing writes once the lock is given back
-                    if flight.written is not None:
-                        flight.written.commit.exception()
+                self._stop.set()
+                pool.shutdown(cancel_futures=True)
+            self._flush()
+            self._commit.result()
         return self._digests
 
-    def _write_leaf(self, leaf: str, cut: store.Grid, found: Sequence[plan.Piece]) -> None:
-        waiting = [piece for piece in found if not self._is_settled(piece)]
-        if waiting:
-            param = self._job.table.params[leaf]
-            array = store.create(self._weights, leaf, param, cut, self._context)
-            for piece in waiting:
-                self._launch(piece, array)
+    def _write_chain(self, chain: plan.Chain) -> None:
+        param = self._job.table.params[chain.leaf]
+        itemsize = np.dtype(param.dtype).itemsize
+        store.create(self._weights, chain.leaf, param, chain.cut)
+        hasher = hashlib.sha256()
+        with st.Reader() as reader:
+            for piece in chain.pieces:
+                file = self._weights / store.folder_name(piece.leaf) / piece.file
+                digests: dict[str, str] = {}
+                with ExitStack() as stack:
+                    writer = None
+                    if piece.key not in self._target.done:
+                        shard = store.ShardWriter(file, chain.cut, piece.shape, itemsize)
+                        writer = stack.enter_context(shard)
+                    for part in piece.parts:
+                        self._stream(reader, part, param.dtype, hasher, writer)
+                        if part.last:
+                            digests[part.entry.name] = hasher.hexdigest()
+                            hasher = hashlib.sha256()
+                    if writer is not None:
+                        writer.finish()
+                self._land(piece, file, digests)
 
-    def _launch(self, piece: plan.Piece, array: Any) -> None:
-        size = plan.nbytes(self._job.table.params, piece)
-        while self._flights and (
-            len(self._flights) >= MOST_FLIGHTS
-            or sum(flight.nbytes for flight in self._flights) + size > self._in_flight
-        ):
-            self._land()
-        buffer = np.empty(piece.shape, array.dtype.numpy_dtype)
-        self._fill(piece, buffer)
-        before = self._flights[-1].hashed if self._flights else None
-        hashed = self._hash_pool.submit(self._hash, piece, buffer, before)
-        written = None
-        if piece.key not in self._target.done:
-            written = array[piece.region].write(buffer)
-        self._flights.append(_Flight(piece, size, written, hashed))
+    def _stream(
+        self, reader: st.Reader, part: plan.Part, dtype: str, hasher: Any, writer: Any
+    ) -> None:
+        """Rows of one tensor, a block at a time: read, hash, write (not again if it is there)."""
+        recipe, shape = self._job.recipes[part.entry.name], part.entry.shape[1:]
+        row_bytes = math.prod(shape) * np.dtype(dtype).itemsize
+        rows = part.end - part.begin
+        scratch = np.empty((min(rows, max(1, self._block // row_bytes)), *shape), dtype)
+        for begin, end in st.row_slices(rows, row_bytes, self._block):
+            if self._stop.is_set():
+                raise InterruptedError("stopped")
+            block = scratch[: end - begin]
+            recipe.fill(reader, part.begin + begin, part.begin + end, block)
+            hasher.update(raw(block))
+            if writer is not None:
+                writer.rows(part.at, begin, block)
+            with self._lock:
+                self._progress.advance(block.nbytes, part.entry.leaf)
 
-    def _fill(self, piece: plan.Piece, buffer: np.ndarray) -> None:
-        """Read the rows of a piece, large ones in ranges by several threads."""
-        reads = []
-        for part in piece.parts:
-            out, recipe = buffer[part.at], self._job.recipes[part.entry.name]
-            row_bytes = max(1, out.nbytes // len(out))
-            for begin, end in st.row_slices(len(out), row_bytes, READ_BYTES):
-                rows = (part.begin + begin, part.begin + end)
-                reads.append((recipe, *rows, out[begin:end]))
-        list(self._readers.map(lambda read: read[0].fill(self._reader, *read[1:]), reads))
-
-    def _hash(
-        self, piece: plan.Piece, buffer: np.ndarray, before: Future[dict[str, str]] | None
-    ) -> dict[str, str]:
-        """Feed the piece's tensors to their digests; the digests that end here."""
-        if before is not None and piece.parts[0].begin:
-            before.result()  # a tensor's earlier rows go first
-        ended = {}
-        for part in piece.parts:
-            name = part.entry.name
-            hasher = self._hashers.pop(name, None) or hashlib.sha256()
-            hasher.update(raw(buffer[part.at]))
-            if part.last:
-                ended[name] = hasher.hexdigest()
-            else:
-                self._hashers[name] = hasher
-        return ended
-
-    def _land(self) -> None:
-        """Wait for the oldest piece and queue it for the journal."""
-        flight = self._flights.popleft()
-        ended = flight.hashed.result()
-        self._digests |= ended
-        if flight.written is not None:
-            store.wait(flight.written)
-        file = self._weights / store.folder_name(flight.piece.leaf) / flight.piece.file
-        self._landed.append((flight.piece.key, file, {"sha256": ended}))
-        self._landed_bytes += flight.nbytes
-        self._progress.advance(flight.nbytes, flight.piece.leaf)
-        if self._landed_bytes >= COMMIT_BYTES:
-            self._flush()
+    def _land(self, piece: plan.Piece, file: Path, digests: Mapping[str, str]) -> None:
+        """Queue a finished piece for the journal."""
+        with self._lock:
+            self._digests |= digests
+            if piece.key not in self._target.done:
+                self._landed.append((piece.key, file, {"sha256": digests}))
+                self._landed_bytes += plan.nbytes(self._job.table.params, piece)
+            if self._landed_bytes >= COMMIT_BYTES:
+                self._flush()
 
     def _flush(self) -> None:
         """Make what has landed durable in the background, one batch at a time."""
@@ -270,8 +243,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", help="checkpoint folder, or a Hugging Face Hub id")
     parser.add_argument("destination", help="folder to create")
     parser.add_argument("--revision", help="of a Hub id")
-    parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="budget (1024)")
-    parser.add_argument("--workers", type=int, default=2, help="reading and hashing threads (2)")
+    parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="of buffers (1024)")
+    parser.add_argument("--workers", type=int, default=2, help="threads (2)")
     parser.add_argument("--text-only", action="store_true", help="leave the vision tower out")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="keep a path")
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")

@@ -32,7 +32,7 @@ class Job:
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """Rows [begin, end) of a tensor, and the index of their place in the piece's buffer."""
+    """Rows [begin, end) of a tensor, and the index of its matrix in the piece's region."""
 
     entry: names.Entry
     begin: int
@@ -89,18 +89,34 @@ def job(checked: Checked, text_only: bool = False, only: Sequence[str] = ()) -> 
     return Job(config, cfg, table, found, options)
 
 
-def pieces(
-    table: names.Table, shard_bytes: int
-) -> Iterator[tuple[str, store.Grid, tuple[Piece, ...]]]:
-    """(leaf, its grid, its pieces) in the order of the tree."""
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """Pieces of one leaf that go through in order, because a tensor runs on from each to the next.
+
+    A large tensor is one chain; stacked experts are a chain a piece.
+    """
+
+    leaf: str
+    cut: store.Grid
+    pieces: tuple[Piece, ...]
+
+
+def chains(table: names.Table, shard_bytes: int) -> Iterator[Chain]:
+    """All work, in the order of the tree."""
     for leaf, entries in table.by_leaf.items():
         stack = len(entries[0].index)
         cut = store.grid(table.params[leaf], stack, shard_bytes)
         by_index = {entry.index: entry for entry in entries}
-        yield leaf, cut, tuple(_piece(leaf, cut, stack, by_index))
+        linked: list[Piece] = []
+        for piece in _pieces(leaf, cut, stack, by_index):
+            if linked and not piece.parts[0].begin:
+                yield Chain(leaf, cut, tuple(linked))
+                linked = []
+            linked.append(piece)
+        yield Chain(leaf, cut, tuple(linked))
 
 
-def _piece(
+def _pieces(
     leaf: str, cut: store.Grid, stack: int, by_index: Mapping[tuple[int, ...], names.Entry]
 ) -> Iterator[Piece]:
     for file, region in cut.shards():
@@ -113,5 +129,5 @@ def _piece(
 
 
 def nbytes(params: Mapping[str, Any], piece: Piece) -> int:
-    """Bytes of a piece's buffer."""
+    """Bytes of a piece, without its index."""
     return math.prod(piece.shape) * np.dtype(params[piece.leaf].dtype).itemsize

@@ -16,9 +16,11 @@ from converters.names import Table
 
 @runtime_checkable
 class Recipe(Protocol):
-    """Fills `out` [end - begin, ...] with rows of one tensor; `out` is contiguous."""
+    """Gives rows of one tensor."""
 
-    def fill(self, reader: st.Reader, begin: int, end: int, out: np.ndarray) -> None: ...
+    def fill(self, reader: st.Reader, begin: int, end: int, out: np.ndarray) -> None:
+        """Fill `out` [end - begin, ...], contiguous, with rows [begin, end)."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Leaves of a converted checkpoint: zarr3 arrays in one orbax checkpoint folder, by tensorstore.
+"""Leaves of a converted checkpoint: sharded zarr3 arrays in one orbax checkpoint folder.
 
 A leaf is cut twice. A *shard* is a file: whole rows, at most `shard_bytes`, so that a conversion
 streams one shard at a time and a row range of the source fills it. A *chunk* is what a reader
@@ -6,15 +6,21 @@ fetches from a shard: one expert, and a piece of each axis that a layout may spl
 so that every device reads its own slice and little else. Nothing is compressed: FP8 and FP4 bits
 do not shrink, and a byte here is a byte of the source.
 
-All shards are written, zeros too, and reading a missing one is an error, never zeros. The folder
-also has orbax's tree metadata: `orbax.checkpoint.StandardCheckpointer().restore` reads it.
+Shards are written here (a copy of bytes should cost little more than one) and read by tensorstore.
+A shard file is its chunks, then an index of (offset, size) a chunk, then the index's CRC-32C; see
+https://zarr-specs.readthedocs.io, "sharding-indexed". All shards are written, zeros too, and
+reading a missing one is an error, never zeros. The folder also has orbax's tree metadata:
+`orbax.checkpoint.StandardCheckpointer().restore` reads it.
 """
 
 import dataclasses
+import functools
 import itertools
 import json
 import math
+import os
 import re
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +33,8 @@ from deepinfer_jax import spec
 CHUNK_BYTES = 2**20
 SMALL_BYTES = 2**15  # a chunk is not cut below this
 WAYS = (8, 4, 2)
+
+ABSENT = 2**64 - 1  # offset and size of a chunk that lies outside the leaf
 
 Region = tuple[slice, ...]
 _SCALAR_CODECS = [{"name": "bytes", "configuration": {"endian": "little"}}]
@@ -94,21 +102,19 @@ def _spec(folder: Path, path: str) -> dict[str, Any]:
     return {
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": f"{folder / folder_name(path)}/"},
-        "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
         "recheck_cached_data": False,
     }
 
 
 def context(threads: int) -> ts.Context:
-    """Tensorstore resources: no cache, and no fsync a file, because the converter does its own."""
+    """Tensorstore resources for reading: no cache, this many threads."""
     limit = {"limit": threads}
     return ts.Context(
         {
             "cache_pool": {"total_bytes_limit": 0},
             "data_copy_concurrency": limit,
             "file_io_concurrency": limit,
-            "file_io_sync": False,
         }
     )
 
@@ -122,8 +128,8 @@ def wait(future: Any) -> Any:
         raise OSError(re.sub(r" \[\w+='.*", "", reason)) from error
 
 
-def create(folder: Path, path: str, param: spec.Param, cut: Grid, threads: ts.Context) -> Any:
-    """Create a leaf (or open the equal one that an interrupted run left) for writing."""
+def create(folder: Path, path: str, param: spec.Param, cut: Grid) -> None:
+    """Describe a leaf (`zarr.json`), and make the folders of its shards."""
     shard = {
         "name": "sharding_indexed",
         "configuration": {
@@ -133,13 +139,99 @@ def create(folder: Path, path: str, param: spec.Param, cut: Grid, threads: ts.Co
         },
     }
     metadata = {
+        "zarr_format": 3,
+        "node_type": "array",
         "shape": param.shape,
         "data_type": np.dtype(param.dtype).name,
+        "fill_value": 0,
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": cut.shard}},
+        "chunk_key_encoding": {"name": "default"},
         "codecs": [shard],
     }
-    wanted = _spec(folder, path) | {"metadata": metadata}
-    return wait(ts.open(wanted, create=True, open=True, write=True, context=threads))
+    leaf = folder / folder_name(path)
+    for parent in {(leaf / file).parent for file, _ in cut.shards()}:
+        parent.mkdir(parents=True, exist_ok=True)
+    (leaf / "zarr.json").write_text(json.dumps(metadata), encoding="utf-8")
+
+
+class ShardWriter:
+    """One shard file, filled by row ranges in any order; every row once, then `finish`.
+
+    shape: of the shard's region (smaller than `cut.shard` at the end of an axis). Chunks lie in
+    row-major order, a last chunk of rows in full length, its rest zeros.
+    """
+
+    def __init__(self, file: Path, cut: Grid, shape: Sequence[int], itemsize: int):
+        self._cut = cut
+        counts = [s // c for s, c in zip(cut.shard, cut.chunk, strict=True)]
+        there = [-(-n // c) for n, c in zip(shape, cut.chunk, strict=True)]
+        self._index = np.full((*counts, 2), ABSENT, "<u8")
+        size = math.prod(cut.chunk) * itemsize
+        inside = tuple(map(slice, there))
+        total = math.prod(there) * size
+        self._index[(*inside, 0)] = np.arange(0, total, size).reshape(there)
+        self._index[(*inside, 1)] = size
+        self._end = total
+        self._descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+        os.ftruncate(self._descriptor, total)
+
+    def __enter__(self) -> "ShardWriter":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def rows(self, at: tuple[int, ...], begin: int, rows: np.ndarray) -> None:
+        """Write rows [begin, begin + len(rows)) of the matrix at index `at` of the shard."""
+        stack = len(at)
+        tall, rest = self._cut.chunk[stack], self._cut.chunk[stack + 1 :]
+        rows = rows.view(f"u{rows.itemsize}")  # numpy copies its own types without the GIL
+        columns = [n // c for n, c in zip(rows.shape[1:], rest, strict=True)]
+        row_bytes = math.prod(rest) * rows.itemsize
+        done = 0
+        while done < len(rows):
+            number, offset = divmod(begin + done, tall)
+            count = min(tall - offset, len(rows) - done)
+            for column in np.ndindex(*columns):
+                piece = rows[
+                    (
+                        slice(done, done + count),
+                        *(slice(i * c, (i + 1) * c) for i, c in zip(column, rest, strict=True)),
+                    )
+                ]
+                start = int(self._index[(*at, number, *column, 0)]) + offset * row_bytes
+                self._write(np.ascontiguousarray(piece), start)
+            done += count
+
+    def _write(self, data: np.ndarray, start: int) -> None:
+        rest = memoryview(data.reshape(-1).view(np.uint8))
+        while rest:
+            count = os.pwrite(self._descriptor, rest, start)
+            start, rest = start + count, rest[count:]
+
+    def finish(self) -> None:
+        """Write the index."""
+        index = self._index.tobytes()
+        end = np.frombuffer(index + struct.pack("<I", crc32c(index)), np.uint8)
+        self._write(end, self._end)
+
+
+def crc32c(data: bytes) -> int:
+    """CRC-32C (Castagnoli) of a few kilobytes."""
+    table, value = _crc_table(), 0xFFFFFFFF
+    for byte in data:
+        value = table[(value ^ byte) & 0xFF] ^ (value >> 8)
+    return value ^ 0xFFFFFFFF
+
+
+@functools.cache
+def _crc_table() -> tuple[int, ...]:
+    entries = []
+    for entry in range(256):
+        for _ in range(8):
+            entry = (entry >> 1) ^ (0x82F63B78 if entry & 1 else 0)
+        entries.append(entry)
+    return tuple(entries)
 
 
 def open_leaf(folder: Path, path: str, param: spec.Param, threads: ts.Context) -> Any:

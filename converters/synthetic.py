@@ -10,6 +10,7 @@ zeros and take no space on disk, which is how the 510 GB of the release fit a la
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -44,14 +45,12 @@ def write(
     """Write a checkpoint folder for a Hugging Face config dictionary; returns the folder.
 
     `engram_compressed_vocab_size` and `engram_num_embeddings` are set to what the synthetic
-    tokenizer and the primes give, unless `sparse`: then the config is taken as it is and the
-    tokenizer is left out.
+    tokenizer and the primes give.
     """
     folder = Path(folder)
     folder.mkdir(parents=True)
     fitted: dict[str, Any] = json.loads(json.dumps(config))
-    if not sparse:
-        _fit_engram(folder, fitted)
+    _fit_engram(folder, fitted)
     (folder / "config.json").write_text(json.dumps(fitted, indent=2), encoding="utf-8")
     table = names.table(ModelConfig.from_hf(fitted))
     placed = {}
@@ -133,8 +132,8 @@ def tokenizer(vocab: int, specials: Mapping[int, str]) -> tokenizers.Tokenizer:
     alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     if vocab < len(alphabet) + len(specials):
         raise ValueError(f"vocab_size = {vocab}; expected at least {len(alphabet) + len(specials)}")
-    pairs = (f"{a}{b}" for a in alphabet for b in alphabet)
-    plain = iter([*alphabet, *(p for p, _ in zip(pairs, range(vocab), strict=False))])
+    longer = ("".join(some) for n in (2, 3) for some in itertools.product(alphabet, repeat=n))
+    plain = itertools.chain(alphabet, longer)
     by_id = {i: specials[i] if i in specials else next(plain) for i in range(vocab)}
     ids = {text: i for i, text in by_id.items()}
     merges = [(t[0], t[1]) for t in ids if len(t) == 2]

@@ -40,8 +40,14 @@ def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("store")
     for name, (param, stack) in LEAVES.items():
         cut = store.grid(param, stack, 2**20)
-        leaf = store.create(path, name, param, cut, store.context(2))
-        leaf[...].write(values(name)).result()
+        store.create(path, name, param, cut)
+        for file, region in cut.shards():
+            data = values(name)[region]
+            with store.ShardWriter(path / name / file, cut, data.shape, data.itemsize) as writer:
+                for at in np.ndindex(*data.shape[:stack]):
+                    for begin in range(0, data.shape[stack], 300):
+                        writer.rows(at, begin, data[at][begin : begin + 300])
+                writer.finish()
     return Folder(path)
 
 
