@@ -21,7 +21,7 @@ from converters.token_map import token_map
 from deepinfer_jax import spec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.model import transformer
+from deepinfer_jax.model import parallel, transformer
 
 
 class Checkpoint(NamedTuple):
@@ -103,9 +103,9 @@ def read(
         key: tuple[Any, ...], param: spec.Param, placed: jax.sharding.Sharding
     ) -> jax.Array | None:
         name = spec.path_name(key)
-        return place(reader, name, param, placed) if name in present else None
+        return place(reader, name, param, placed, present[name].shape) if name in present else None
 
-    declared = transformer.abstract(cfg)
+    declared = parallel.placed(transformer.abstract(cfg), layout or Layout.single())
     # All shardings first: a layout that does not fit is an error before anything is read.
     shardings = jax.tree_util.tree_map_with_path(sharding, declared)
     weights = jax.tree_util.tree_map_with_path(leaf, declared, shardings)
@@ -113,16 +113,24 @@ def read(
 
 
 def place(
-    reader: Reader, name: str, param: spec.Param, sharding: jax.sharding.Sharding
+    reader: Reader,
+    name: str,
+    param: spec.Param,
+    sharding: jax.sharding.Sharding,
+    stored: tuple[int, ...] | None = None,
 ) -> jax.Array:
-    """One leaf, slice by slice: read, put on its devices, forget."""
+    """One leaf, slice by slice: read, put on its devices, forget.
+
+    stored: its shape in the checkpoint; rows that `parallel.placed` added past it are zero.
+    """
+    stored = param.shape if stored is None else stored
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
     for device, index in sharding.addressable_devices_indices_map(param.shape).items():
         region = store.as_region(index or (), param.shape)
         holders.setdefault(tuple((axis.start, axis.stop) for axis in region), []).append(device)
     shards = []
     for bounds, devices in holders.items():
-        data = reader.read(name, tuple(slice(*bound) for bound in bounds))
+        data = _read(reader, name, bounds, stored)
         for device in devices:
             one = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(data, one))
@@ -136,6 +144,20 @@ def replicated(array: np.ndarray, layout: Layout | None = None) -> jax.Array:
         return jax.device_put(array, jax.devices()[0])
     whole = jax.sharding.NamedSharding(layout.mesh(), jax.sharding.PartitionSpec())
     return jax.make_array_from_callback(array.shape, whole, lambda _: array)
+
+
+def _read(
+    reader: Reader, name: str, bounds: tuple[tuple[int, int], ...], stored: tuple[int, ...]
+) -> np.ndarray:
+    """A region that may end past the stored rows, zeros there."""
+    start, stop = bounds[0] if bounds else (0, 0)
+    last = min(stop, stored[0]) if bounds else 0
+    if last == stop:
+        return reader.read(name, tuple(slice(*bound) for bound in bounds))
+    rest = tuple(slice(*bound) for bound in bounds[1:])
+    there = reader.read(name, (slice(min(start, last), last), *rest))
+    more = [(0, stop - start - there.shape[0])] + [(0, 0)] * (there.ndim - 1)
+    return np.pad(there, more)
 
 
 def _token_map(path: Path, cfg: ModelConfig) -> np.ndarray | None:

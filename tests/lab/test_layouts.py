@@ -14,6 +14,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.runtime import checkpoint
 
 # Sizes for eight devices, and whether a row's sums run in the order of one device.
 SIZES = {
@@ -140,3 +141,21 @@ def test_drafts_equal_one_device(name):
     np.testing.assert_array_equal(ids, want[0])
     np.testing.assert_allclose(logits, want[1], rtol=0, atol=TOLERANCE)
     np.testing.assert_allclose(confidence, want[2], rtol=0, atol=TOLERANCE)
+
+
+def test_a_table_that_does_not_divide_gets_zero_rows():
+    cfg, weights = model()
+    under = read("ep")
+    path, stored = "layers/0/engram/table/values", weights.layers[0].engram.table.values
+    param = spec.flatten(parallel.placed(transformer.abstract(cfg), under))[path]
+    assert stored.shape[0] == 660 and param.shape[0] == 664
+
+    class Reader:
+        def read(self, name, region):
+            assert name == path and region[0].stop <= 660
+            return stored[region]
+
+    sharding = under.sharding(param.axes, param.shape, under.mesh())
+    array = np.asarray(checkpoint.place(Reader(), path, param, sharding, stored.shape))
+    np.testing.assert_array_equal(array[:660].view(np.uint8), stored.view(np.uint8))
+    assert not array[660:].view(np.uint8).any()
