@@ -1,0 +1,313 @@
+"""`LLM`: prompts in, texts out.
+
+    llm = LLM("path/to/checkpoint")
+    for out in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
+        print(out.outputs[0].text)
+
+Requests are independent: one that cannot be served ends with `finish_reason="error"` and its
+message, the others go on. Results come in the order of the prompts, always one per prompt. What a
+request gives depends on the weights, the prompt, its parameters and its seed alone.
+"""
+
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax import structured
+from deepinfer_jax.config import Numerics
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.runtime import noise
+from deepinfer_jax.runtime.loop import Loop
+from deepinfer_jax.runtime.model import load
+from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
+from deepinfer_jax.runtime.pages import PAGE
+from deepinfer_jax.runtime.programs import Programs
+from deepinfer_jax.runtime.requests import Sample
+from deepinfer_jax.runtime.sampling_params import SamplingParams
+from deepinfer_jax.runtime.scheduler import Policy
+from deepinfer_jax.runtime.step_types import Options
+from deepinfer_jax.runtime.text import Tokenizer
+from pallas_kernels import Kernels
+
+Prompt = str | Sequence[int]
+ACCEPT = ("coupled", "rejection")
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """Compiled shapes of the engine's programs.
+
+    prefill: (sequences, width) rectangles of prompt chunks. pages: pages of 128 tokens in all
+    (None: enough for every slot's whole context). host_pages: room for preempted requests.
+    """
+
+    prefill: tuple[tuple[int, int], ...] = ((8, 32), (4, 128), (1, 512))
+    pages: int | None = None
+    host_pages: int = 4096
+
+
+class LLM:
+    """Offline inference with a checkpoint on one device or a layout of them.
+
+    path: official or converted folder. layout, kernels, numerics: as of `load`. max_slots: requests
+    computed at once; max_context: most tokens of a request, prompt included. speculate: draft
+    tokens verified a step (None: the trained block if the checkpoint has a drafter; 0: off), or
+    "adaptive". accept: "coupled" (tokens equal to decoding without speculation) or "rejection"
+    (equal in distribution). seed: of requests that bring none. Raises ValueError naming the option.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | None = None,
+        layout: Layout | None = None,
+        kernels: str | dict[str, str] | Kernels = "auto",
+        numerics: str | Numerics = "reference",
+        max_slots: int = 32,
+        max_context: int = 4096,
+        speculate: int | str | None = None,
+        accept: str = "coupled",
+        seed: int = 0,
+        shapes: Shapes | None = None,
+    ):
+        if path is None:
+            raise ValueError("path: no embedded checkpoint in this version; give a model folder")
+        for name, value in (("max_slots", max_slots), ("max_context", max_context)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} = {value!r}; expected a positive integer")
+        if accept not in ACCEPT:
+            raise ValueError(f"accept = {accept!r}; expected {' or '.join(map(repr, ACCEPT))}")
+        self.model = load(path, layout, kernels, numerics)
+        cfg = self.model.cfg
+        limit = cfg.max_position_embeddings
+        if max_context > limit:
+            raise ValueError(f"max_context = {max_context}; this model's positions end at {limit}")
+        block = _block(speculate, cfg)
+        shapes = shapes or Shapes()
+        widths = tuple(shape for shape in shapes.prefill if shape[1] <= max(max_context, 32))
+        self.tokenizer = self._tokenizer()
+        compiler = None
+        if self.tokenizer is not None:
+            vocabulary = structured.Vocabulary.load(
+                self.model.tokenizer, width=cfg.vocab_size, eos=(cfg.eos_token_id,)
+            )
+            compiler = structured.Compiler(vocabulary)
+        options = Options(block=block, rejection=accept == "rejection" and block > 0)
+        policy = Policy(
+            slots=max_slots,
+            decode_rows=(max_slots * (1 + block),),
+            prefill=widths or shapes.prefill,
+            block=block,
+            host_pages=shapes.host_pages,
+        )
+        self._loop = Loop(
+            Programs(self.model.setup, self.model.weights, options),
+            policy,
+            context=max_context,
+            pages=shapes.pages or max_slots * -(-max_context // PAGE),
+            compiler=compiler,
+        )
+        self._seed, self._requests, self._numbers = seed, 0, 0
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        capture: Sequence[str] = (),
+        *,
+        strict: bool = False,
+    ) -> list[RequestOutput]:
+        """Continues every prompt; results in the order of the prompts.
+
+        prompts: text or token ids, or a list of them; sampling_params: one for all or one each;
+        capture: names of `model.capture` recorded for each generated token; strict: raise
+        ValueError for the first request that fails instead of reporting it in its result.
+        """
+        requests: list[RequestOutput] = []
+        for _ in self._run(prompts, sampling_params, capture, requests):
+            pass
+        if strict:
+            for number, request in enumerate(requests):
+                if request.error is not None:
+                    raise ValueError(f"prompt {number}: {request.error}")
+        return requests
+
+    def stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """The results as they grow: a request is given again whenever one of its samples has more
+        tokens, the last time when it has finished. `.outputs[i].text` is the whole text so far."""
+        yield from self._run(prompts, sampling_params, (), [])
+
+    def score(self, prompts: Prompt | Sequence[Prompt]) -> list[PromptScore]:
+        """Log-probability of every prompt token given those before it: raw model, full replay.
+
+        Raises ValueError for the first prompt that cannot be scored.
+        """
+        params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
+        scores = []
+        for request in self.generate(prompts, params, strict=True):
+            ids = request.prompt_token_ids
+            found = request.prompt_logprobs or [None] * len(ids)
+            values = [
+                None if one is None else one[token] for token, one in zip(ids, found, strict=True)
+            ]
+            scores.append(PromptScore(ids, values))
+        return scores
+
+    def _run(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        capture: Sequence[str],
+        requests: list[RequestOutput],
+    ) -> Iterator[RequestOutput]:
+        listed = _listed(prompts)
+        params = _matched(sampling_params, len(listed))
+        self._loop.capture = tuple(capture)
+        samples: list[Sample] = []
+        for prompt, options in zip(listed, params, strict=True):
+            request = RequestOutput(prompt if isinstance(prompt, str) else None, [])
+            requests.append(request)
+            samples += self._enter(request, prompt, options)
+        seen = {id(request): -1 for request in requests}
+        try:
+            while True:
+                for request in requests:
+                    grown = sum(len(out.token_ids) for out in request.outputs)
+                    grown += request.finished * (1 << 40)
+                    if grown != seen[id(request)] and (grown or request.finished):
+                        seen[id(request)] = grown
+                        yield request
+                if not len(self._loop):
+                    break
+                self._loop.turn()
+        finally:
+            for sample in samples:
+                if not sample.finished:
+                    self._loop.abort(sample)
+            self._loop.drain()
+
+    def _enter(
+        self, request: RequestOutput, prompt: Prompt, params: SamplingParams
+    ) -> list[Sample]:
+        number, self._requests = self._requests, self._requests + 1
+        request.metrics.arrival = time.monotonic()
+        error = None
+        try:
+            request.prompt_token_ids = self._ids(prompt)
+            self._check(request.prompt_token_ids, params)
+        except ValueError as found:
+            error = str(found)
+        request.metrics.prompt_tokens = len(request.prompt_token_ids)
+        cfg, samples = self.model.cfg, []
+        for index in range(params.n):
+            key = noise.request_key(params.seed, self._seed, number, index)
+            sample = Sample.new(
+                self._numbers,
+                request,
+                index,
+                params,
+                key,
+                context=self._loop.context,
+                eos=cfg.eos_token_id,
+                tokenizer=self.tokenizer,
+            )
+            self._numbers += 1
+            request.outputs.append(sample.output)
+            if error is not None:
+                sample.fail(error)
+                continue
+            samples.append(sample)
+            self._loop.add(sample)
+        return samples
+
+    def _ids(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(f"{self.model.tokenizer}: no such file; give token ids")
+            return self.tokenizer.encode(prompt)
+        ids = list(prompt)
+        for token in ids:
+            if isinstance(token, bool) or not isinstance(token, int | np.integer):
+                raise ValueError(f"prompt: {token!r} is not a token id")
+        return [int(token) for token in ids]
+
+    def _check(self, ids: list[int], params: SamplingParams) -> None:
+        """Raises ValueError for a request that can never be served."""
+        cfg, context = self.model.cfg, self._loop.context
+        if not ids:
+            raise ValueError("prompt: empty; give at least one token")
+        if len(ids) >= context:
+            raise ValueError(
+                f"prompt: {len(ids)} tokens; max_context = {context} leaves room for "
+                f"{context - 1} and one to make"
+            )
+        named = {
+            "prompt": ids,
+            "logit_bias": params.logit_bias or (),
+            "allowed_token_ids": params.allowed_token_ids or (),
+            "banned_token_ids": params.banned_token_ids or (),
+            "stop_token_ids": params.stop_token_ids or (),
+            "forced_token_ids": params.forced_token_ids or (),
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < cfg.vocab_size:
+                    raise ValueError(f"{name}: id {token}; expected 0..{cfg.vocab_size - 1}")
+        if cfg.image_token_id in ids:
+            raise ValueError(
+                f"prompt: id {cfg.image_token_id} is the image token; images are not supported"
+            )
+        if params.stop is not None and self.tokenizer is None:
+            raise ValueError("stop: strings need the checkpoint's tokenizer.json")
+
+    def _tokenizer(self) -> Tokenizer | None:
+        cfg = self.model.cfg
+        if not self.model.tokenizer.is_file():
+            return None
+        return Tokenizer(self.model.tokenizer.parent, cfg.bos_token_id, cfg.eos_token_id)
+
+
+def _block(speculate: int | str | None, cfg: Any) -> int:
+    """Draft tokens a step. Raises ValueError for more than the drafter was trained for."""
+    trained = cfg.dspark_block_size if cfg.has_draft else 0
+    if speculate is None or speculate == "adaptive":
+        return trained
+    if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
+        raise ValueError(f"speculate = {speculate!r}; expected None, 'adaptive' or 0..{trained}")
+    if speculate > trained:
+        raise ValueError(
+            f"speculate = {speculate}; this checkpoint's drafter was trained for {trained} tokens"
+        )
+    return speculate
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    if isinstance(prompts, str):
+        return [prompts]
+    items = list(prompts)
+    if items and all(isinstance(item, int | np.integer) for item in items):
+        return [items]
+    for number, item in enumerate(items):
+        if not isinstance(item, str | Sequence | np.ndarray):
+            raise ValueError(f"prompts[{number}]: {item!r}; expected text or token ids")
+    return items
+
+
+def _matched(
+    params: SamplingParams | Sequence[SamplingParams] | None, count: int
+) -> list[SamplingParams]:
+    if params is None:
+        return [SamplingParams()] * count
+    if isinstance(params, SamplingParams):
+        return [params] * count
+    listed = list(params)
+    if len(listed) != count:
+        raise ValueError(f"sampling_params: {len(listed)} for {count} prompts")
+    return listed

@@ -1,0 +1,76 @@
+"""The compiled programs of one engine, by shape.
+
+Every jitted function an engine runs is made here once; a program compiles when its shape is first
+used or in `warm_up`. Static choices: the setup, the options of a step, the bucket. The state is
+donated, so a step works in place.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from deepinfer_jax.model.compile import jit
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.model.transformer import Weights
+from deepinfer_jax.runtime import prefill, state, step
+from deepinfer_jax.runtime.state import State
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
+from deepinfer_jax.structured import Pool
+
+_prefill = jit(prefill.prefill_chunk, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+_decode = jit(step.decode_step, static_argnums=(0, 1, 2), donate_argnums=4)
+_admit = jit(state.admit, donate_argnums=0)
+_put = jit(state.put, donate_argnums=0)
+_take = jit(state.take)
+
+
+@dataclasses.dataclass
+class Programs:
+    """setup, weights and the static options of an engine's steps, bound to the programs."""
+
+    setup: Setup
+    weights: Weights
+    options: Options
+
+    def prefill(
+        self,
+        tail: bool,
+        score: bool,
+        options: Options,
+        held: State,
+        pool: Pool,
+        given: PrefillInput,
+    ) -> tuple[State, StepOutput]:
+        """See `prefill.prefill_chunk`; `held` is donated."""
+        setup = self.setup._replace(phase="prefill")
+        return _prefill(setup, options, tail, score, self.weights, held, pool, given)
+
+    def decode(
+        self, size: int, options: Options, held: State, pool: Pool, given: DecodeInput
+    ) -> tuple[State, StepOutput]:
+        """See `step.decode_step`; `held` is donated."""
+        setup = self.setup._replace(phase="decode")
+        return _decode(setup, options, size, self.weights, held, pool, given)
+
+    def admit(self, held: State, slot: int, bias: Any, stop: Any, grammar: Any) -> State:
+        """See `state.admit`; `held` is donated."""
+        return _admit(held, jnp.int32(slot), bias, stop, grammar)
+
+    def take(self, held: State, slot: int, pages: Any) -> Any:
+        """See `state.take`; copies to the host start at once."""
+        saved = _take(held, jnp.int32(slot), pages)
+        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), saved)
+        return saved
+
+    def put(self, held: State, slot: int, pages: Any, saved: Any) -> State:
+        """See `state.put`; `held` is donated."""
+        return _put(held, jnp.int32(slot), pages, saved)
+
+
+@functools.cache
+def compiled_programs() -> tuple[Any, ...]:
+    """The jitted functions, for tests that count compilations."""
+    return (_prefill, _decode, _admit, _put, _take)

@@ -1,0 +1,134 @@
+"""One sample of one request on the host: its tokens, its text, and when it ends.
+
+The device decides where a sample stops (stop ids, length) and the host repeats that decision on the
+tokens it reads, one step late; stop strings are the host's alone. What the device computed past a
+stop string is dropped here.
+"""
+
+import dataclasses
+import time
+from typing import Any
+
+import numpy as np
+
+from deepinfer_jax.runtime.outputs import CompletionOutput, Logprobs, RequestMetrics, RequestOutput
+from deepinfer_jax.runtime.sampling_params import SamplingParams
+from deepinfer_jax.runtime.text import TextStream, Tokenizer
+
+
+@dataclasses.dataclass(eq=False)
+class Sample:
+    """A sample as the engine works on it.
+
+    number: unique in the engine. request, output: where results go. prompt: token ids; key: noise
+    key, uint32 [2]; limit: tokens it may have in all, prompt included; stops: ids that end it.
+    """
+
+    number: int
+    request: RequestOutput
+    output: CompletionOutput
+    params: SamplingParams
+    prompt: list[int]
+    key: np.ndarray
+    limit: int
+    stops: frozenset[int]
+    eos: int | None
+    stream: TextStream | None
+    grammar_row: int = -1
+    matcher: Any = None
+    forced: tuple[int, ...] = ()
+
+    @classmethod
+    def new(
+        cls,
+        number: int,
+        request: RequestOutput,
+        index: int,
+        params: SamplingParams,
+        key: np.ndarray,
+        *,
+        context: int,
+        eos: int | None,
+        tokenizer: Tokenizer | None,
+    ) -> "Sample":
+        """A sample with its output entry; context: most tokens a request may have."""
+        output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
+        stops = set(params.stop_token_ids or ())
+        if eos is not None and not params.ignore_eos:
+            stops.add(eos)
+        prompt = request.prompt_token_ids
+        stream = None
+        if tokenizer is not None:
+            stream = TextStream(tokenizer, tuple(params.stop or ()), params.min_tokens)
+        return cls(
+            number,
+            request,
+            output,
+            params,
+            prompt,
+            key,
+            min(len(prompt) + params.max_tokens, context),
+            frozenset(stops),
+            eos,
+            stream,
+            forced=tuple(params.forced_token_ids or ()),
+        )
+
+    @property
+    def finished(self) -> bool:
+        return self.output.finish_reason is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and output: what a request that lost its slot is computed again from."""
+        return self.prompt + self.output.token_ids
+
+    @property
+    def metrics(self) -> RequestMetrics:
+        return self.request.metrics
+
+    def push(self, token: int, logprobs: Logprobs | None) -> bool:
+        """Takes the next token; whether the sample has ended."""
+        output = self.output
+        if self.metrics.first_token is None:
+            self.metrics.first_token = time.monotonic()
+        self.metrics.generated_tokens += 1
+        output.token_ids.append(token)
+        if output.logprobs is not None and logprobs is not None:
+            output.logprobs.append(logprobs)
+        if token in self.stops:
+            return self.end("stop", None if token == self.eos else token)
+        if self.stream is not None:
+            stopped = self.stream.push(token)
+            output.text = self.stream.text
+            if stopped is not None:
+                kept = self.stream.kept
+                del output.token_ids[kept:]
+                if output.logprobs is not None:
+                    del output.logprobs[kept:]
+                return self.end("stop", stopped)
+        if len(self.prompt) + len(output.token_ids) >= self.limit:
+            return self.end("length")
+        return False
+
+    def end(self, reason: str, detail: int | str | None = None) -> bool:
+        """Closes the sample; always True."""
+        self.output.finish_reason, self.output.stop_reason = reason, detail
+        if self.stream is not None:
+            self.output.text = self.stream.finish()
+        self.metrics.finished = time.monotonic()
+        return True
+
+    def fail(self, message: str) -> None:
+        """Closes the sample with an error; the request's first message is kept."""
+        self.end("error")
+        if self.request.error is None:
+            self.request.error = message
+
+
+def entry(token: int, logprob: float, ids: np.ndarray, values: np.ndarray, count: int) -> Logprobs:
+    """A log-probability entry: the token, then its `count` likeliest alternatives."""
+    found = {token: float(logprob)}
+    for other, value in zip(ids[:count].tolist(), values[:count].tolist(), strict=True):
+        found.setdefault(other, value)
+    return found

@@ -1,0 +1,118 @@
+"""What the device remembers between steps, and how one request's share of it is moved.
+
+`State` is donated to every step and handed back. Its leaves have a leading axis of slots, except
+the compressed caches, which have pages. A preempted request is one slot's row of every leaf and its
+pages: `take` copies that out, `put` writes it back, to another slot and other pages if need be; the
+bits are the same. `step.py` has the programs that advance a state.
+"""
+
+import dataclasses
+from typing import Any
+
+import flax.struct
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.model import cache as caches
+from deepinfer_jax.model.cache import Cache
+from deepinfer_jax.runtime import sampling_state
+from deepinfer_jax.runtime.sampling_state import Tables
+from deepinfer_jax.spec import Leaf
+from deepinfer_jax.structured.device import GrammarState, free
+
+GRAMMAR_LEVELS = 32  # open calls of a nested grammar
+
+
+@flax.struct.dataclass
+class State:
+    """One entry a slot.
+
+    last: int32, the newest token, not yet fed; length: int32, tokens fed (the position of `last`).
+    done: bool, the request ended on the device. drafts int32, confidence f32 [slots, block]: the
+    block drafted after `last`; draft_weights: its log-weights f32 [slots, block, vocab], kept for
+    rejection sampling only. grammar: where each slot is in its grammar.
+    """
+
+    cache: Cache
+    tables: Tables
+    last: Leaf
+    length: Leaf
+    done: Leaf
+    drafts: Leaf
+    confidence: Leaf
+    draft_weights: Leaf | None
+    grammar: GrammarState
+
+
+def empty(
+    cfg: ModelConfig,
+    numerics: Numerics,
+    *,
+    slots: int,
+    pages: int,
+    block: int,
+    rejection: bool,
+) -> State:
+    """The state of free slots; block: draft tokens a slot."""
+    weights = jnp.zeros((slots, block, cfg.vocab_size), jnp.float32) if rejection else None
+    return State(
+        cache=caches.empty(cfg, numerics, slots=slots, pages=pages),
+        tables=sampling_state.empty_tables(slots, cfg.vocab_size),
+        last=jnp.zeros((slots,), jnp.int32),
+        length=jnp.zeros((slots,), jnp.int32),
+        done=jnp.ones((slots,), jnp.bool_),
+        drafts=jnp.zeros((slots, block), jnp.int32),
+        confidence=jnp.zeros((slots, block), jnp.float32),
+        draft_weights=weights,
+        grammar=free((slots,), levels=GRAMMAR_LEVELS),
+    )
+
+
+def admit(
+    state: State,
+    slot: Int32[Array, ""],
+    bias: Float[Array, " vocab"],
+    stop: Bool[Array, " vocab"],
+    grammar: GrammarState,
+) -> State:
+    """A new request in a slot: its bias, stop ids and grammar (a state without leading axes)."""
+    return dataclasses.replace(
+        state,
+        tables=sampling_state.install(state.tables, slot, bias, stop),
+        length=state.length.at[slot].set(0),
+        done=state.done.at[slot].set(False),
+        grammar=jax.tree.map(lambda old, new: old.at[slot].set(new), state.grammar, grammar),
+    )
+
+
+def take(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"]) -> Any:
+    """A slot's share of the state; pages: its page numbers, -1 where it has no more."""
+    by_slot, by_page = _split(state)
+    held = jnp.maximum(pages, 0)
+    return (
+        jax.tree.map(lambda leaf: leaf[slot], by_slot),
+        jax.tree.map(lambda leaf: leaf[held], by_page),
+    )
+
+
+def put(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"], saved: Any) -> State:
+    """The state with a share written to a slot and to pages (-1: nothing)."""
+    by_slot, by_page = _split(state)
+    slots = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), by_slot, saved[0])
+
+    def paged(leaf: Array, rows: Array) -> Array:
+        place = jnp.where(pages < 0, leaf.shape[0], pages)
+        return leaf.at[place].set(rows, mode="drop")
+
+    entries, keys = jax.tree.map(paged, by_page, saved[1])
+    return dataclasses.replace(
+        slots, cache=dataclasses.replace(slots.cache, entries=entries, keys=keys)
+    )
+
+
+def _split(state: State) -> tuple[State, tuple[Any, Any]]:
+    """Leaves by slot, and leaves by page."""
+    rest = dataclasses.replace(state.cache, entries=(), keys=())
+    return dataclasses.replace(state, cache=rest), (state.cache.entries, state.cache.keys)
