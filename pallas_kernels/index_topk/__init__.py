@@ -11,7 +11,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels import Implementation, call
 from pallas_kernels.formats import Keys
 
-IMPLEMENTATIONS = (Implementation("reference", f"{__name__}.reference"),)
+IMPLEMENTATIONS = (
+    Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
+    Implementation("reference", f"{__name__}.reference"),
+)
 
 
 def select(

@@ -28,7 +28,7 @@ TILE = 64
 WIDTH = 128
 POOL_BLOCK = 8
 LISTS = 16384  # entries of a merge by one warpgroup
-CHUNKS = {1: (4, 8192), 2: (4, 8192), 4: (3, 4096)}  # rows together -> (warpgroups, entries a chunk)
+CHUNKS = {1: (4, 8192), 2: (4, 8192), 3: (3, 4096), 4: (3, 4096)}  # rows -> groups, chunk
 
 
 def select(
@@ -51,7 +51,9 @@ def select(
         raise NotImplementedError("stored keys, got an array")
     groups, rows, heads, width = q.shape
     if q.dtype != jnp.bfloat16 or weights.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"queries and weights in bfloat16, got {q.dtype}, {weights.dtype}")
+        raise NotImplementedError(
+            f"queries and weights in bfloat16, got {q.dtype}, {weights.dtype}"
+        )
     if width != WIDTH or heads % 8 or heads > 64:
         raise NotImplementedError(f"{WIDTH} channels and 8 to 64 heads, got {width} and {heads}")
     values, scales, entries = keys
@@ -94,7 +96,9 @@ def _candidates(mask: Array, visible: Array, block: int, entries: int) -> tuple[
 
 def _select(q, weights, values, scales, entries, visible, k, pool):
     groups, rows, heads, _ = q.shape
-    together = 1 if rows == 1 else 2 if rows == 2 or heads > 32 else 4
+    most = 4 if heads <= 32 else 2
+    # expanding a tile of keys costs about as much as three or four rows of 32 heads
+    together = min(range(1, most + 1), key=lambda n: -(-rows // n) * (336 + 3 * heads * n))
     parts = -(-rows // together)
     pad = parts * together - rows
     if pad:
@@ -102,7 +106,7 @@ def _select(q, weights, values, scales, entries, visible, k, pool):
         weights = jnp.pad(weights, ((0, 0), (0, pad), (0, 0)))
         visible = jnp.pad(visible, ((0, 0), (0, pad)))
     total = entries.shape[1]
-    whole = -(-total // TILE) * TILE
+    whole = -(-total // (2 * TILE)) * 2 * TILE
     entries = jnp.pad(entries, ((0, 0), (0, whole - total)), constant_values=-1)
     q = stored.permute_queries(q).reshape(groups, parts, together * heads, WIDTH)
     weights = weights.reshape(groups, parts, together * heads)
@@ -172,12 +176,12 @@ def _score_program(
     chunks, keep = -(-entries // chunk), -(-k // 8) * 8
     columns = together * heads
     items = groups * parts * chunks
-    grid = min(processors, -(-items // workers))
+    grid = min(processors, items)
 
     def body(q, weights, visible, values, scales, entry, best, index, *rest):
         block_best, (q_tile, score, scratch, q_full) = rest[: len(rest) - 4], rest[-4:]
         group = lax.axis_index("wg")
-        worker = lax.axis_index("cta") * workers + group
+        worker = lax.axis_index("cta") + group * grid
         count = lax.div(items - worker + (grid * workers - 1), grid * workers)
 
         def item(turn, _):
@@ -190,7 +194,7 @@ def _score_program(
             sight = stored.load_visible(visible.at[line, part], together)
             start = place * chunk
             list_ = entry.at[line]
-            tiles = stored.tiles(sight, start, min(chunk, entries) // TILE, entries)
+            tiles = stored.tiles(sight, together, start, min(chunk, entries) // TILE)
             first = stored.load_entries(list_, start)
             second = stored.load_entries(list_, start + TILE)
             ahead = stored.load_entries(list_, start + 2 * TILE)
@@ -199,7 +203,7 @@ def _score_program(
             plgpu.barrier_wait(q_full.at[group])
 
             def tile(t, carry):
-                ahead, raw, following = carry
+                ahead, raw, following, dots = carry
                 position = start + t * TILE
 
                 def product(acc):
@@ -208,19 +212,32 @@ def _score_program(
                         plgpu.wgmma(acc, left, mine.at[:, pl.ds(64 * half, 64)].T)
                     later = stored.load_keys(ahead, values, scales)
                     entries_ahead = stored.load_entries(list_, position + 3 * TILE)
+                    rate(dots, t - 1)  # while the tensor cores work
                     return acc[...], later, entries_ahead
 
                 acc = plgpu.ACC((TILE, columns), jnp.float32)
                 dots, later, ahead = pl.run_scoped(product, acc)
-                maxima = [x.at[line, part] for x in block_best]
-                stored.score(
-                    dots, weight, sight, position, t * TILE, score.at[group], maxima, heads
-                )
-                return ahead, following, later
+                return ahead, following, later, dots
 
-            lax.fori_loop(0, tiles, tile, (ahead, first, second))
-            out = (best.at[line, part], index.at[line, part])
             maxima = [x.at[line, part] for x in block_best]
+
+            def rate(dots, t):
+                place = (start + t * TILE, t * TILE, score.at[group])
+                stored.score(dots, weight, sight, *place, maxima, heads)
+
+            none = jnp.zeros((TILE, columns), jnp.float32)
+            none = plgpu.layout_cast(none, plgpu.Layout.WGMMA)
+
+            def pair(n, carry):  # two tiles a turn, so that what is carried need not be copied
+                return tile(2 * n + 1, tile(2 * n, carry))
+
+            carry = (ahead, first, second, none)
+            if columns <= 64:
+                *_, dots = lax.fori_loop(0, lax.div(tiles, 2), pair, carry)
+            else:
+                *_, dots = lax.fori_loop(0, tiles, tile, carry)
+            rate(dots, tiles - 1)
+            out = (best.at[line, part], index.at[line, part])
             mine = (score.at[group], scratch.at[group])
             stored.finish(*mine, tiles, start, place, k, keep, out, maxima)
             return ()
@@ -257,10 +274,10 @@ def _merge_program(lines: int, size: int, k: int):
     """Merges lists of scores and indices, each line `size` long, into the k best in order."""
     keep = -(-k // 8) * 8
 
-    def body(best, index, best_out, index_out, scratch):
+    def body(best, index, best_out, index_out, scratch, places):
         line = lax.axis_index("line")
         refs = (best.at[line], index.at[line], best_out.at[line], index_out.at[line])
-        stored.merge(*refs, scratch, size, k, keep)
+        stored.merge(*refs, scratch, places, size, k, keep)
 
     return plgpu.kernel(
         body,
@@ -270,7 +287,7 @@ def _merge_program(lines: int, size: int, k: int):
         ],
         grid=(lines,),
         grid_names=("line",),
-        scratch_types=[plgpu.SMEM((64,), jnp.int32)],
+        scratch_types=[plgpu.SMEM((64,), jnp.int32), plgpu.SMEM((keep,), jnp.int32)],
         compiler_params=_parameters(),
     )
 

@@ -7,36 +7,14 @@ equal to it are counted by a scan over the threads, and each thread writes its o
 scores therefore go to the lowest index and nothing is ever sorted. -inf is never picked.
 """
 
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf
 
+from pallas_kernels.mla_attention.ptx import c, do, equal, i32, less, ptx
+
 MINUS_INF, PLUS_INF = 0x007F, 0xFF80  # as ordered patterns: see _pattern
 ROUNDS = 16
-
-
-def i32():
-    return ir.IntegerType.get_signless(32)
-
-
-def i64():
-    return ir.IntegerType.get_signless(64)
-
-
-def c(x: int):
-    return mgpu.c(x, i32())
-
-
-def ptx(text: str, *args, outputs: int = 1, effects: bool = False):
-    """Inline PTX whose results are 32-bit words."""
-    out = utils.inline_ptx(text, *args, result_types=[i32()] * outputs, has_side_effects=effects)
-    return out[0] if outputs == 1 else out
-
-
-def do(text: str, *args, predicate=None):
-    """Inline PTX without a result."""
-    utils.inline_ptx(text, *args, predicate=predicate, has_side_effects=True)
 
 
 def _pattern(ordered):
@@ -82,10 +60,12 @@ class Threads:
         """The value of each warp's last lane, for every thread."""
         base = arith.addi(self.scratch, arith.muli(bank, c(128)))
         mine = arith.addi(base, arith.muli(self.warp, c(4)))
-        last = arith.cmpi(arith.CmpIPredicate.eq, self.lane, c(31))
+        last = equal(self.lane, c(31))
         do("st.shared.b32 [$0], $1;", mine, value, predicate=last)
         self.sync()
-        return [ptx(f"ld.shared.b32 $0, [$1 + {4 * i}];", base, effects=True) for i in range(self.warps)]
+        return [
+            ptx(f"ld.shared.b32 $0, [$1 + {4 * i}];", base, effects=True) for i in range(self.warps)
+        ]
 
     def total(self, value, bank):
         """Sum over the threads; `bank` alternates between 0 and 1 from call to call."""
@@ -108,7 +88,7 @@ class Threads:
             )
         before = arith.subi(value, own)
         for i, part in enumerate(self._gather(value, bank)):
-            earlier = arith.cmpi(arith.CmpIPredicate.slt, c(i), self.warp)
+            earlier = less(c(i), self.warp)
             before = arith.addi(before, arith.select(earlier, part, c(0)))
             total = arith.addi(total, part)
         return before, total
@@ -116,15 +96,13 @@ class Threads:
 
 def threshold(threads: Threads, words, k: int):
     """Bits, in both halves, of the least t with fewer than k scores above it; at least -inf."""
-    loop = scf.ForOp(
-        c(0), c(ROUNDS), c(1), [c(MINUS_INF), c(PLUS_INF)]
-    )
+    loop = scf.ForOp(c(0), c(ROUNDS), c(1), [c(MINUS_INF), c(PLUS_INF)])
     with ir.InsertionPoint(loop.body):
         low, high = loop.inner_iter_args
         middle = arith.shrui(arith.addi(low, high), c(1))
         above = _count(words, _pattern(middle), "gt")
         bank = arith.andi(loop.induction_variable, c(1))
-        few = arith.cmpi(arith.CmpIPredicate.slt, threads.total(above, bank), c(k))
+        few = less(threads.total(above, bank), c(k))
         high_new = arith.select(few, middle, high)
         low_new = arith.select(few, low, arith.addi(middle, c(1)))
         done = arith.cmpi(arith.CmpIPredicate.sge, low, high)
@@ -141,11 +119,11 @@ def pick(threads: Threads, words, k: int, write):
     """
     threads.sync()  # the scratch may still be read from an earlier call
     limit = threshold(threads, words, k)
-    above, equal = _count(words, limit, "gt"), _count(words, limit, "eq")
+    above, same = _count(words, limit, "gt"), _count(words, limit, "eq")
     real = arith.cmpi(arith.CmpIPredicate.ne, limit, c(0xFF80FF80 - 2**32))
-    equal = arith.select(real, equal, c(0))
+    same = arith.select(real, same, c(0))
     above_before, above_total = threads.scan(above, c(0))
-    equal_before, equal_total = threads.scan(equal, c(1))
+    equal_before, equal_total = threads.scan(same, c(1))
     need = arith.minui(arith.subi(c(k), above_total), equal_total)
     rank, place = equal_before, arith.addi(above_before, arith.minui(equal_before, need))
     for i, word in enumerate(words):
@@ -154,7 +132,8 @@ def pick(threads: Threads, words, k: int, write):
             " setp.gt.bf16x2 a|b, $1, $2; setp.eq.bf16x2 e|f, $1, $2;"
             " selp.b32 x, 1, 0, a; selp.b32 y, 2, 0, e; selp.b32 z, 4, 0, b; selp.b32 w, 8, 0, f;"
             " or.b32 x, x, y; or.b32 z, z, w; or.b32 $0, x, z; }",
-            word, limit,
+            word,
+            limit,
         )
         for half in range(2):
             is_above = arith.andi(arith.shrui(flags, c(2 * half)), c(1))

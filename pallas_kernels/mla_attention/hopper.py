@@ -27,8 +27,12 @@ from pallas_kernels.mla_attention.reference import FIRST_MAX, Rows
 HEADS = 64
 BLOCK = gather.BLOCK
 WIDTH = gather.WIDTH
+UNITS = gather.UNITS
 HALF = WIDTH // 2
-PART = 128
+QUARTERS = gather.QUARTERS
+QUARTER = WIDTH // QUARTERS
+ORDER = (0, 2, 1, 3)  # quarters, in the order in which the two value groups release them
+DEPTH = 2  # units loaded ahead
 SLOTS = 2
 ROW = plgpu.Layout.WGMMA.reduce(1)
 COLUMN = plgpu.Layout.WGMMA.reduce(0)
@@ -60,9 +64,12 @@ def attend(
         raise NotImplementedError(f"{WIDTH} channels, got {width}")
     if heads > HEADS:
         raise NotImplementedError(f"at most {HEADS} heads, got {heads}")
-    if selected is None or selected_index is None or selected_index.shape[1] == 0:
-        sources = [(window, window_index)]
-    elif _first(selected).shape[0] == 0:
+    if (
+        selected is None
+        or selected_index is None
+        or selected_index.shape[1] == 0
+        or _first(selected).shape[0] == 0
+    ):
         sources = [(window, window_index)]
     else:
         sources = [(window, window_index), (selected, selected_index)]
@@ -141,30 +148,32 @@ def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: 
                     acc = rescale(message, acc)
 
                     def product(refs):
-                        for part, ref in enumerate(refs):
-                            columns = pl.ds(group * HALF + part * PART, PART)
-                            value = k_tile.at[slot, :, columns]
+                        quarters = [2 * group, 2 * group + 1]
+                        for quarter, ref in zip(quarters, refs, strict=True):
+                            value = k_tile.at[slot, :, pl.ds(quarter * QUARTER, QUARTER)]
                             plgpu.wgmma(ref, p_tile.at[where], value)
+                        for pending, quarter in zip((1, 0), quarters, strict=True):
+                            plgpu.wgmma_wait(pending)
+                            plgpu.barrier_arrive(k_empty.at[slot * QUARTERS + quarter])
 
                     acc = pl.run_state(product)([plgpu.ACC.init(x) for x in acc])
                     plgpu.barrier_arrive(p_empty.at[where])
-                    plgpu.barrier_arrive(k_empty.at[slot])
                     return step + 1, message + 1, acc
 
-                acc = jnp.zeros((HEADS, PART), jnp.float32)
-                acc = [plgpu.layout_cast(acc, plgpu.Layout.WGMMA)] * (HALF // PART)
+                acc = jnp.zeros((HEADS, QUARTER), jnp.float32)
+                acc = [plgpu.layout_cast(acc, plgpu.Layout.WGMMA)] * 2
                 step, message, acc = lax.fori_loop(0, total, block, (step, message, acc))
                 acc = rescale(message, acc)
                 plgpu.barrier_arrive(p_empty.at[lax.rem(message, SLOTS)])
                 for part in range(HALF // 64):
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    piece = acc[part // 2][:, 64 * (part % 2) : 64 * (part % 2) + 64].astype(jnp.bfloat16)
+                    piece = acc[part // 2][:, 64 * (part % 2) : 64 * (part % 2) + 64].astype(
+                        jnp.bfloat16
+                    )
                     o_tile[group] = piece
                     plgpu.commit_smem()
                     columns = pl.ds(group * HALF + 64 * part, 64)
-                    plgpu.copy_smem_to_gmem(
-                        o_tile.at[group], out.at[first + i * grid, :, columns]
-                    )
+                    plgpu.copy_smem_to_gmem(o_tile.at[group], out.at[first + i * grid, :, columns])
                 return step, message + 1
 
             lax.fori_loop(0, turns, turn, (jnp.int32(0), jnp.int32(0)))
@@ -174,37 +183,46 @@ def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: 
         def _gather():
             plgpu.set_max_registers(REGISTERS["gather"], action="decrease")
 
-            def turn(i, step):
-                row = first + i * grid
-                for kind, (parts, index), count in zip(kinds, sources, blocks, strict=True):
-                    one = functools.partial(_gather_block, kind, parts, index, row)
-                    ring = (k_tile, mask, k_full, k_empty)
-                    step = lax.fori_loop(0, count, functools.partial(one, ring), step)
-                return step
-
-            lax.fori_loop(0, turns, turn, jnp.int32(0))
+            ring = (k_tile, mask, k_full, k_empty)
+            where = functools.partial(_place, first, grid, rows, total)
+            stream = _Stream(kinds, sources, blocks, where)
+            here = stream.index(0)
+            carry = (here, *[stream.load(here, 0, step) for step in range(DEPTH)])
+            lax.fori_loop(0, turns * total, functools.partial(stream.fill, ring), carry)
 
         @pl.when(group == 2)
         def _score():
             plgpu.set_max_registers(REGISTERS["score"], action="decrease")
+            plgpu.copy_gmem_to_smem(q.at[first], q_tile, q_full)
             bias = plgpu.load(sink, layout=ROW, optimized=False) * LOG2E
 
             def turn(i, carry):
                 step, message = carry
-                plgpu.copy_gmem_to_smem(q.at[first + i * grid], q_tile, q_full)
                 plgpu.barrier_wait(q_full)
 
-                def block(_, carry):
+                def block(b, carry):
                     step, message, peak, mass = carry
                     slot = lax.rem(step, SLOTS)
-                    plgpu.barrier_wait(k_full.at[slot])
 
                     def product(acc):
-                        plgpu.wgmma(acc, q_tile, k_tile.at[slot].T)
-                        return acc[...]
+                        def quarter(n, _):
+                            n = 2 * lax.rem(n, 2) + lax.div(n, 2)  # ORDER
+                            plgpu.barrier_wait(k_full.at[slot * QUARTERS + n])
+                            columns = pl.ds(n * QUARTER, QUARTER)
+                            plgpu.wgmma(acc, q_tile.at[:, columns], k_tile.at[slot, :, columns].T)
+                            return ()
 
-                    score = pl.run_scoped(product, plgpu.ACC((HEADS, BLOCK), jnp.float32))
-                    hidden = plgpu.load(mask.at[slot], layout=COLUMN)
+                        lax.fori_loop(0, QUARTERS, quarter, ())
+                        hidden = plgpu.load(mask.at[slot], layout=COLUMN)
+                        return acc[...], hidden
+
+                    acc = plgpu.ACC((HEADS, BLOCK), jnp.float32)
+                    score, hidden = pl.run_scoped(product, acc)
+
+                    @pl.when((b == total - 1) & (i + 1 < turns))
+                    def _():
+                        plgpu.copy_gmem_to_smem(q.at[first + (i + 1) * grid], q_tile, q_full)
+
                     hidden = lax.broadcast_in_dim(hidden, score.shape, [1])
                     score = score * (scale * LOG2E) + hidden
                     new = jnp.maximum(peak, score.max(axis=1))
@@ -254,8 +272,8 @@ def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: 
             plgpu.SMEM((SLOTS, BLOCK), jnp.float32),
             plgpu.SMEM((SLOTS, HEADS), jnp.float32),
             plgpu.Barrier(),
-            plgpu.Barrier(num_barriers=SLOTS),
-            plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
+            plgpu.Barrier(num_barriers=SLOTS * QUARTERS),
+            plgpu.Barrier(num_barriers=SLOTS * QUARTERS),
             plgpu.Barrier(num_barriers=SLOTS),
             plgpu.Barrier(num_barriers=SLOTS, num_arrivals=2),
         ],
@@ -268,31 +286,110 @@ def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: 
     )
 
 
-def _gather_block(kind, parts, index, row, ring, block, step):
-    """Fills the ring's next slot with one block of keys and its mask."""
-    k_tile, mask, k_full, k_empty = ring
-    slot = lax.rem(step, SLOTS)
-    found = gather.load_index(index.at[row, pl.ds(block * BLOCK, BLOCK)])
-    loaded = None
-    if kind == "e2m1":
-        loaded = gather.load_e2m1(found, *parts)
-    elif kind == "e4m3":
-        loaded = gather.load_e4m3(found, *parts, half=0)
+def _place(first, grid: int, rows: int, total: int, number):
+    """(query row, block of its list) of the block with this number in the stream of one processor."""
+    turn = lax.div(number, total)
+    return jnp.minimum(first + turn * grid, rows - 1), number - turn * total
 
-    @pl.when(step >= SLOTS)
-    def _():
-        plgpu.barrier_wait(k_empty.at[slot])
 
-    gather.write_mask(found, mask.at[slot])
-    if kind == "bfloat16":
-        gather.copy_bfloat16(found, parts[0], k_tile.at[slot])
-        gather.finish_copies()
-    elif kind == "e2m1":
-        gather.store_e2m1(*loaded, k_tile.at[slot])
-    else:
-        second = gather.load_e4m3(found, *parts, half=1)
-        gather.store_e4m3(*loaded, k_tile.at[slot], half=0)
-        gather.store_e4m3(*second, k_tile.at[slot], half=1)
-    gather.publish()
-    plgpu.barrier_arrive(k_full.at[slot])
-    return step + 1
+class _Stream:
+    """The blocks of keys of all query rows of one processor, loaded one block ahead in registers."""
+
+    def __init__(self, kinds, sources, blocks, where):
+        self.kinds, self.sources, self.where = kinds, sources, where
+        self.starts = [sum(blocks[:i]) for i in range(len(blocks))]
+
+    def _choose(self, block, branches):
+        """Calls the branch of the source that a block lies in."""
+        if len(branches) == 1:
+            return branches[0]()
+        return lax.cond(block < self.starts[1], branches[0], branches[1])
+
+    def index(self, number):
+        """Loads the row numbers of a block."""
+        row, block = self.where(jnp.int32(number))
+
+        def load(source, start):
+            slots = pl.ds((block - start) * BLOCK, BLOCK)
+            return gather.load_index(source[1].at[row, slots])
+
+        pairs = zip(self.sources, self.starts, strict=True)
+        return self._choose(block, [functools.partial(load, *pair) for pair in pairs])
+
+    def load(self, index, number, step: int):
+        """Loads one of the first DEPTH units of a block."""
+        _, block = self.where(jnp.int32(number))
+
+        def load(kind, source):
+            if not UNITS[kind]:
+                return gather.nothing()
+            each = UNITS[kind] // QUARTERS
+            return _load(kind, index, source, ORDER[step // each] * each + step % each)
+
+        pairs = zip(self.kinds, self.sources, strict=True)
+        return self._choose(block, [functools.partial(load, *pair) for pair in pairs])
+
+    def fill(self, ring, number, carry):
+        """Fills the ring's next slot with a block and its mask, and loads the start of the next."""
+        k_tile, mask, k_full, k_empty = ring
+        here, *loaded = carry
+        slot = lax.rem(number, SLOTS)
+        after = self.index(number + 1)
+        tile = k_tile.at[slot]
+
+        def free(quarter):
+            @pl.when(number >= SLOTS)
+            def _():
+                plgpu.barrier_wait(k_empty.at[slot * QUARTERS + quarter])
+
+        def full(quarter):
+            gather.publish()
+            plgpu.barrier_arrive(k_full.at[slot * QUARTERS + quarter])
+
+        def copy(source):
+            for quarter in ORDER:
+                free(quarter)
+                if quarter == ORDER[0]:
+                    gather.write_mask(here, mask.at[slot])
+                gather.copy_bfloat16(here, source[0][0], tile, quarter)
+            for pending, quarter in zip((3, 2, 1, 0), ORDER, strict=True):
+                gather.finish_copies(pending)
+                full(quarter)
+            return loaded
+
+        def expand(kind, source):
+            kept, each = list(loaded), UNITS[kind] // QUARTERS
+            for step in range(UNITS[kind]):
+                quarter, last = ORDER[step // each], step % each == each - 1
+                if step % each == 0:
+                    free(quarter)
+                if step == 0:
+                    gather.write_mask(here, mask.at[slot])
+                _store(kind, kept[step % DEPTH], tile, quarter * each + step % each)
+                ahead = step + DEPTH
+                if ahead < UNITS[kind]:
+                    unit = ORDER[ahead // each] * each + ahead % each
+                    kept[step % DEPTH] = _load(kind, here, source, unit)
+                else:
+                    kept[step % DEPTH] = self.load(after, number + 1, ahead - UNITS[kind])
+                if last:
+                    full(quarter)
+            return kept
+
+        def store(kind, source):
+            return expand(kind, source) if UNITS[kind] else copy(source)
+
+        _, block = self.where(number)
+        pairs = zip(self.kinds, self.sources, strict=True)
+        loaded = self._choose(block, [functools.partial(store, *pair) for pair in pairs])
+        return after, *loaded
+
+
+def _load(kind: str, index, source, unit: int):
+    load = gather.load_e2m1 if kind == "e2m1" else gather.load_e4m3
+    return load(index, *source[0], unit=unit)
+
+
+def _store(kind: str, raw, tile, unit: int):
+    store = gather.store_e2m1 if kind == "e2m1" else gather.store_e4m3
+    store(raw, tile, unit)
