@@ -15,6 +15,7 @@ start. A new grammar overwrites cells, so nothing compiles when one arrives. Sta
 their grammar: a sequence can move to another pool or slot. Rolling back is keeping an older state.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -235,7 +236,8 @@ def advance(pool: Pool, state: GrammarState, token: Int32[Array, "*lead"]) -> Gr
         depth = jnp.minimum(depth, levels)
 
         active = _active(state)
-        moved = state.replace(
+        moved = dataclasses.replace(
+            state,
             grammar=jnp.where(active & (target == DONE), FREE, state.grammar),
             state=jnp.where(active, target, state.state),
             trigger=_trigger(pool, head, state, token),

@@ -144,7 +144,7 @@ class PoolManager:
             raise ValueError(f"grammar {row} of the pool has tables, its mask is not written")
         eos = np.nonzero(grammar.token_class == 2)[0].astype(np.int32)
         at = np.int32(row)
-        return pool.replace(token_class=_write_mask(pool.token_class, packed, eos, at))
+        return dataclasses.replace(pool, token_class=_write_mask(pool.token_class, packed, eos, at))
 
     def _load(self, pool: Pool, row: int, first: int) -> Pool:
         loaded = self._loaded[row]
@@ -160,7 +160,7 @@ class PoolManager:
         token_class, header = _write_row(
             pool.token_class, pool.header, loaded.grammar.token_class, fields, np.int32(row)
         )
-        return pool.replace(token_class=token_class, header=header, arena=arena)
+        return dataclasses.replace(pool, token_class=token_class, header=header, arena=arena)
 
     def _room(self, chunks: int) -> tuple[int, int]:
         """An index and a first chunk, after dropping unused grammars as far as it takes."""

@@ -47,7 +47,7 @@ class StackMachine:
         self.number: dict[_Push | _Exit, int] = {}
         self.exits: dict[int, list[int]] = {}  # exit -> outcome of each return symbol
         self.same: dict[tuple[int, ...], int] = {}  # those outcomes -> exit
-        self.known: dict[tuple[int, int], int] = {}
+        self.known: dict[int, np.ndarray] = {}  # byte class -> outcome after it, by outcome
         self.key_of: dict[int, _Exit] = {}
         self.local: set[int] = set()  # exits with nothing left to read
 
@@ -55,24 +55,42 @@ class StackMachine:
         return np.arange(self.states, dtype=np.int32)
 
     def step(self, column: np.ndarray, byte_class: int) -> np.ndarray:
-        distinct, inverse = np.unique(column, return_inverse=True)
-        after = [self.after(int(outcome), byte_class) for outcome in distinct]
-        return np.array(after, np.int32)[inverse.reshape(-1)]
+        known = self._table(byte_class)
+        after = known[column]
+        if (after < 0).any():
+            for outcome in np.unique(column[after < 0]).tolist():
+                self.after(outcome, byte_class)
+            after = self._table(byte_class)[column]
+        return after
+
+    def _table(self, symbol: int) -> np.ndarray:
+        """What is known of a byte class, -1 where it is not; moves inside a frame are from the
+        start."""
+        size = self.states + len(self.edges)
+        known = self.known.get(symbol)
+        if known is None:
+            machine = self.pushdown
+            target = machine.action[:, symbol]
+            inside = (target > 0) & (machine.push[:, symbol] == 0) & ~machine.pure[target]
+            known = np.where(inside, target, np.where((target > 0) | (machine.final > 0), -1, DEAD))
+        if len(known) < size:
+            more = np.full(2 * size - len(known), -1, np.int32)
+            known = self.known[symbol] = np.concatenate([known.astype(np.int32), more])
+        return known
 
     def after(self, outcome: int, symbol: int) -> int:
         """An outcome after one more byte class."""
-        key = (outcome, symbol)
-        if key not in self.known:
-            if outcome == DEAD:
-                self.known[key] = DEAD
-            elif outcome < self.states:
-                self.known[key] = self.move((), outcome, symbol)
+        found = int(self._table(symbol)[outcome])
+        if found < 0:
+            if outcome < self.states:
+                found = self.move((), outcome, symbol)
             elif (edge := self.edges[outcome - self.states]) is not None:
-                self.known[key] = self.move(*edge, symbol)
+                found = self.move(*edge, symbol)
             else:
                 final, rest = self.key_of[outcome]
-                self.known[key] = self.exit(final, (*rest, symbol))
-        return self.known[key]
+                found = self.exit(final, (*rest, symbol))
+            self._table(symbol)[outcome] = found
+        return found
 
     def move(self, pushed: tuple[int, ...], state: int, symbol: int) -> int:
         machine = self.pushdown
@@ -230,22 +248,25 @@ def steer(machine: Pushdown, columns: Int[np.ndarray, "classes states"], edges: 
                 out[e] = inside + back[symbols].sum()
         return np.minimum(out, NEVER)
 
-    def solve(step: int, allowed: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    # The distinct outcomes of each state, one after another; ``first``: where a state's begin.
+    outcomes = np.sort(columns.T, axis=1)
+    new = np.diff(outcomes, axis=1, prepend=-1) > 0
+    source, outcomes = np.nonzero(new)[0], outcomes[new]
+    first = np.searchsorted(source, np.arange(states))
+
+    def solve(step: int, allowed: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         value = base.copy()
         while True:
             edge = of_edges(value, step == 0)
-            cost = np.concatenate([value, edge])[columns]
-            cost[columns == DEAD] = NEVER
-            if allowed is not None:
-                cost[~allowed] = NEVER
-            best = np.minimum(np.minimum(base, cost.min(0) + step), NEVER)
+            cost = np.where(allowed, np.concatenate([value, edge])[outcomes] + step, NEVER)
+            best = np.minimum(np.minimum(base, np.minimum.reduceat(cost, first)), NEVER)
             if (best == value).all():
                 return value, edge
             value = best
 
-    height, edge_height = solve(0, None)
-    level = np.concatenate([height, edge_height])[columns]
-    need, edge_need = solve(1, (level <= height[None, :]) & (columns != DEAD))
+    height, edge_height = solve(0, outcomes != DEAD)
+    level = np.concatenate([height, edge_height])[outcomes]
+    need, edge_need = solve(1, (level <= height[source]) & (outcomes != DEAD))
     if height[START] >= NEVER or need[START] >= NEVER:
         raise GrammarError("no text of this vocabulary completes the grammar")
     return Steering(need, height, edge_need, edge_height, over_returns(need))

@@ -117,7 +117,7 @@ class Cases:
     def _typed(self, case: Pointers) -> list[Alternative]:
         """Alternatives by type of plain subschemas that hold together."""
         schemas = [(p, self.document.at(p)) for p in case]
-        types = set(_TYPES)
+        types = set[str](_TYPES)
         for _, schema in schemas:
             named = schema.get("type", list(_TYPES))
             named = set(named if isinstance(named, list) else [named])
@@ -166,14 +166,10 @@ class Cases:
         low = high = None
         multiple = 1
         for pointer, schema in schemas:
-            for keyword, strict in (("minimum", False), ("exclusiveMinimum", True)):
-                if keyword in schema:
-                    bound = Bound(decimal(schema[keyword]), strict)
-                    low = bound if low is None else max(low, bound)
-            for keyword, strict in (("maximum", False), ("exclusiveMaximum", True)):
-                if keyword in schema:
-                    bound = Bound(decimal(schema[keyword]), strict)
-                    high = bound if high is None else min(high, bound, key=_upper)
+            for bound in _limits(schema, "minimum", "exclusiveMinimum"):
+                low = bound if low is None else max(low, bound)
+            for bound in _limits(schema, "maximum", "exclusiveMaximum"):
+                high = bound if high is None else min(high, bound, key=_upper)
             if "multipleOf" in schema:
                 divisor = whole_multiple(schema["multipleOf"])
                 if divisor is None or math.lcm(multiple, divisor) > MAX_MULTIPLE:
@@ -250,6 +246,16 @@ def _type_of(value: Any) -> str:
     if isinstance(value, int | float):
         return "integer" if value == int(value) else "number"
     return {str: "string", list: "array", dict: "object"}[type(value)]
+
+
+def _limits(schema: dict, plain: str, exclusive: str) -> list[Bound]:
+    """The bounds of one side; in draft 4 the exclusive keyword is a flag of the plain one."""
+    found, flag = [], schema.get(exclusive)
+    if plain in schema:
+        found.append(Bound(decimal(schema[plain]), flag is True))
+    if flag is not None and not isinstance(flag, bool):
+        found.append(Bound(decimal(flag), True))
+    return found
 
 
 def _upper(bound: Bound) -> tuple[Decimal, bool]:

@@ -1,12 +1,14 @@
 """A schema document: its subschemas by JSON pointer, checked keywords, resolved references.
 
 Every keyword is one of four: supported, an annotation (ignored), a known assertion that automata
-cannot keep (refused), or unknown (refused too: a misspelled keyword would constrain nothing).
-"lenient" turns refusals into warnings. References resolve inside the document, through ``$id``
+cannot keep (refused), or unknown: an annotation by the standard, ignored with a warning, unless it
+looks like a misspelled keyword, which would constrain nothing (refused). "lenient" turns refusals
+into warnings. References resolve inside the document, through ``$id``
 (relative to the enclosing one), ``$anchor`` and pointers; another document is refused.
 """
 
 import dataclasses
+import difflib
 import json
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
@@ -60,6 +62,7 @@ def _is_schema_map(value: Any) -> bool:
 
 
 _NUMBER, _COUNT = (_is_number, "a number"), (_is_count, "a whole number of at least 0")
+_NUMBER_OR_FLAG = (lambda v: _is_number(v) or isinstance(v, bool), "a number (a bool in draft 4)")
 _SCHEMA = (_is_schema, "a schema (an object or a boolean)")
 _SCHEMAS = (lambda v: _is_schemas(v) and len(v) > 0, "a non-empty list of schemas")
 _SCHEMA_MAP = (_is_schema_map, "an object of schemas")
@@ -70,7 +73,8 @@ _SUPPORTED = {
     "const": (lambda v: True, ""),
     "$ref": _TEXT,
     **dict.fromkeys(("allOf", "anyOf", "oneOf", "prefixItems"), _SCHEMAS),
-    **dict.fromkeys(("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"), _NUMBER),
+    **dict.fromkeys(("minimum", "maximum"), _NUMBER),
+    **dict.fromkeys(("exclusiveMinimum", "exclusiveMaximum"), _NUMBER_OR_FLAG),
     "multipleOf": (lambda v: _is_number(v) and v > 0, "a number above 0"),
     **dict.fromkeys(("minLength", "maxLength", "minItems", "maxItems"), _COUNT),
     **dict.fromkeys(("minProperties", "maxProperties"), _COUNT),
@@ -91,7 +95,7 @@ def escape(key: str) -> str:
 
 @dataclasses.dataclass
 class Document:
-    """root: the parsed schema. warnings: filled when lenient."""
+    """root: the parsed schema. warnings: what was ignored."""
 
     root: Any
     lenient: bool = False
@@ -171,7 +175,12 @@ class Document:
         elif keyword in _REFUSED:
             self.refuse(f"{pointer}/{escape(keyword)}", f"keyword {keyword!r} is not supported")
         elif keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
-            self.refuse(f"{pointer}/{escape(keyword)}", f"unknown keyword {keyword!r}")
+            place = f"{pointer}/{escape(keyword)}"
+            close = difflib.get_close_matches(keyword, [*_SUPPORTED, *_REFUSED], 1, cutoff=0.8)
+            if close:
+                self.refuse(place, f"unknown keyword {keyword!r} (did you mean {close[0]!r}?)")
+            else:
+                self.warnings.append(f"#{place}: unknown keyword {keyword!r}, ignored")
 
     def resolve(self, pointer: str) -> str:
         """Where the ``$ref`` of the subschema at a pointer leads."""

@@ -86,12 +86,13 @@ def _natural(low: int, high: int | None) -> str:
 
 
 def _integers(spec: NumberSpec) -> str:
-    low = None if spec.low is None else math.ceil(spec.low.value)
-    high = None if spec.high is None else math.floor(spec.high.value)
-    if spec.low is not None and spec.low.strict and low == spec.low.value:
-        low = low + 1
-    if spec.high is not None and spec.high.strict and high == spec.high.value:
-        high = high - 1
+    low = high = None
+    if spec.low is not None:
+        low = math.ceil(spec.low.value)
+        low += spec.low.strict and low == spec.low.value
+    if spec.high is not None:
+        high = math.floor(spec.high.value)
+        high -= spec.high.strict and high == spec.high.value
     if low is None and high is None:
         return _INTEGER
     positive = _natural(max(low or 0, 0), high)

@@ -74,11 +74,9 @@ def merge_objects(schemas: Schemas, document: Document, search: Search) -> Objec
         """What applies to the value of a key; None: to that of a key that nobody declares."""
         found: list[str] = []
         for pointer, schema in schemas:
-            own = (
-                [f"{pointer}/properties/{escape(key)}"]
-                if key in schema.get("properties", ())
-                else []
-            )
+            own = []
+            if key is not None and key in schema.get("properties", ()):
+                own.append(f"{pointer}/properties/{escape(key)}")
             own += [
                 f"{pointer}/patternProperties/{escape(pattern)}"
                 for owner, pattern, _ in patterns
