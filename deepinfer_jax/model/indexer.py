@@ -107,7 +107,9 @@ def select(
         query = query.reshape(-1, heads, dim)
         query = rope.rotate(query, rows.position, rope.inverse_frequencies(cfg, compressed=True))
         query = quant.load_index(quant.store_index(query, setup.numerics.cache_qdq), setup.dtype)
-        head_weight = head_weight * jnp.asarray(dim**-0.5 * heads**-0.5, head_weight.dtype)
+        # The factor itself is not rounded (it is a power of two at the released sizes only).
+        scaled = head_weight.astype(jnp.float32) * jnp.float32(dim**-0.5 * heads**-0.5)
+        head_weight = scaled.astype(head_weight.dtype)
         visible = jnp.where(
             occupied(rows), (to_rectangle(rows, rows.position) + 1) // plan.ratio, 0
         )

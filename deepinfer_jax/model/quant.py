@@ -49,7 +49,7 @@ def store_entry(kv: Float[Array, "*lead d"], cache_qdq: bool) -> Stored:
     groups = kv.astype(jnp.float32).reshape(*kv.shape[:-1], -1, ENTRY_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), ENTRY_AMAX_FLOOR)
     scale = (amax / jnp.float32(6)).astype(jnp.float8_e4m3fn)
-    return encode_e2m1(groups / scale.astype(jnp.float32)[..., None], kv.shape), scale
+    return encode_e2m1(groups, scale.astype(jnp.float32), kv.shape), scale
 
 
 def load_entry(stored: Stored, dtype: jnp.dtype) -> Float[Array, "*lead d"]:
@@ -68,7 +68,7 @@ def store_index(key: Float[Array, "*lead d"], cache_qdq: bool) -> Stored:
     groups = key.astype(jnp.float32).reshape(*key.shape[:-1], -1, formats.GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), INDEX_AMAX_FLOOR)
     scale = formats.pow2ceil(amax * INV_E2M1_MAX)
-    return encode_e2m1(groups / scale[..., None], key.shape), _to_e8m0(scale)
+    return encode_e2m1(groups, scale, key.shape), _to_e8m0(scale)
 
 
 def load_index(stored: Stored, dtype: jnp.dtype) -> Float[Array, "*lead d"]:
@@ -78,24 +78,30 @@ def load_index(stored: Stored, dtype: jnp.dtype) -> Float[Array, "*lead d"]:
     return formats.dequantise_rows(*stored).astype(dtype)
 
 
-def encode_e2m1(x: Float[Array, "..."], shape: tuple[int, ...]) -> UInt8[Array, "..."]:
-    """Scaled values -> e2m1 codes, two a byte (low nibble first), reshaped to [*shape[:-1],
-    shape[-1] / 2]."""
+def encode_e2m1(
+    x: Float[Array, "*groups n"], scale: Float[Array, "*groups"], shape: tuple[int, ...]
+) -> UInt8[Array, "..."]:
+    """x / scale -> e2m1 codes, two a byte (low nibble first), reshaped to [*shape[:-1], shape[-1] /
+    2].
+
+    Nothing is divided: XLA divides a group by its scale as a product with the rounded reciprocal,
+    which misses exact ties. Midpoints times a scale of few bits are exact.
+    """
     magnitude = jnp.abs(x)
     # Ties go to the even code: the thresholds below an odd code are strict, those below an even one
     # are not.
-    code = sum(
-        ((magnitude >= edge) if inclusive else (magnitude > edge)).astype(jnp.uint8)
-        for edge, inclusive in (
-            (0.25, False),
-            (0.75, True),
-            (1.25, False),
-            (1.75, True),
-            (2.5, False),
-            (3.5, True),
-            (5.0, False),
-        )
-    )
+    code = jnp.zeros(x.shape, jnp.uint8)
+    for midpoint, to_upper in (
+        (0.25, False),
+        (0.75, True),
+        (1.25, False),
+        (1.75, True),
+        (2.5, False),
+        (3.5, True),
+        (5.0, False),
+    ):
+        edge = (midpoint * scale)[..., None]
+        code += ((magnitude >= edge) if to_upper else (magnitude > edge)).astype(jnp.uint8)
     code = code | jnp.signbit(x).astype(jnp.uint8) << 3
     pairs = code.reshape(*shape[:-1], shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
