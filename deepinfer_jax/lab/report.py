@@ -65,7 +65,7 @@ class LayoutReport:
 
     @property
     def network_ms(self) -> float:
-        return sum(value for key, value in self.ms.items() if key.startswith("network"))
+        return sum((value for key, value in self.ms.items() if key.startswith("network")), 0.0)
 
     @property
     def bound(self) -> str:

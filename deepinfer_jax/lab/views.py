@@ -18,7 +18,7 @@ from deepinfer_jax.layout import Layout
 Declared = Mapping[str, Any]  # path -> Param: shape, dtype, axes, nbytes
 
 
-def size(count: float) -> str:
+def size(count: int | float) -> str:
     """Bytes with a unit, three digits: 1.23 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024 or unit == "GiB":

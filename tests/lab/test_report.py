@@ -1,0 +1,296 @@
+"""Priced layouts of the small model: closed forms, golden reports, commands."""
+
+import functools
+import io
+import json
+import math
+import pathlib
+import time
+
+import jax
+import pytest
+import small_model
+from rich.console import Console
+
+from deepinfer_jax import shipped
+from deepinfer_jax.config import Numerics
+from deepinfer_jax.lab import commands, devices, program, simulate, views
+from deepinfer_jax.lab.report import LayoutReport, price
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.model import parallel
+from deepinfer_jax.runtime import priced
+
+SIZES = {
+    "dp": {"data": 8},
+    "ep": {"expert": 8},
+    "dp_ep": {"data": 2, "expert": 4},
+    "ep64_decode_host_engram": {"expert": 8},
+    "tp": {"tensor": 8},
+    "tp_ep": {"data": 2, "tensor": 4},
+    "cp_ep_prefill": {"data": 2, "context": 4},
+}
+GOLDEN = pathlib.Path(__file__).parent / "golden"
+NUMERICS = Numerics.preset("float32")
+BATCH, CONTEXT = 16, 256
+# Of the small model: width, vocabulary, slots of a row, verified and drafted rows a sequence.
+D, V, K, DRAFT_K, VERIFY, BLOCK, RANK = 128, 512, 3, 2, 4, 3, 32
+LAYERS, INDEX_LAYERS, INDEX_HEADS, INDEX_DIM, COLUMNS, ROW_BYTES = 4, 3, 8, 32, 6, 33
+
+
+def read(name: str) -> Layout:
+    return Layout.from_toml(shipped.find("layouts", name), SIZES[name])
+
+
+def decode(under: Layout, **options):
+    return priced.decode(
+        small_model.config(), under, NUMERICS, batch=BATCH, context=CONTEXT, **options
+    )
+
+
+@functools.cache
+def report(name: str) -> LayoutReport:
+    under = read(name)
+    device, _ = devices.parse("h200")
+    found = decode(under)
+    return price(
+        found.function,
+        found.args,
+        under,
+        device,
+        group=priced.group,
+        tokens=found.tokens,
+        used=found.used,
+    )
+
+
+def exchange(items: int, shards: int, there: float, back: float, capacity: float = 2):
+    """Sent bytes of one round: counts, items of ``there`` bytes, results of ``back`` bytes."""
+    room = min(items, math.ceil(capacity * items / shards))
+    payload = 4 * shards + shards * room * (there + back)
+    return {
+        "all-to-all": payload * (shards - 1) / shards,
+        "all-reduce": 2 * 4 * (shards - 1) / shards,
+    }
+
+
+def add(*parts):
+    total: dict[str, float] = {}
+    for part in parts:
+        for kind, value in part.items():
+            total[kind] = total.get(kind, 0.0) + value
+    return total
+
+
+def closed_form(name: str) -> dict[str, dict[str, float]]:
+    """Bytes one device sends in a decode step, by mesh axes and kind."""
+    if name == "dp":
+        return {}
+    if name == "ep":
+        rows, block = BATCH // 8 * VERIFY, BATCH // 8 * BLOCK
+        moe = D * 4 + 4 + 4
+        one = add(
+            *[exchange(rows * K, 8, moe, D * 4)] * LAYERS,
+            exchange(block * DRAFT_K, 8, moe, D * 4),
+            exchange(rows * COLUMNS, 8, 4, ROW_BYTES),
+        )
+        return {"expert": one}
+    if name == "tp":
+        rows, block, part = BATCH * VERIFY, BATCH * BLOCK, 7 / 8
+        reduced = (
+            (rows + block) * D * 2  # embedding rows, as stored
+            + rows * COLUMNS * ROW_BYTES
+            + 3 * (LAYERS * rows + block) * D * 4  # attention output, shared and routed experts
+            + BLOCK * BATCH * RANK * 2
+        )
+        gathered = (
+            INDEX_LAYERS * rows * INDEX_HEADS * (INDEX_DIM + 1) * 4
+            + (rows + block) * V * 4
+            + BLOCK * BATCH * V * 4
+        )
+        return {"tensor": {"all-reduce": 2 * part * reduced, "all-gather": part * gathered}}
+    assert name == "tp_ep"
+    groups = BATCH // 2
+    rows, block = groups * VERIFY, groups * BLOCK
+    moe_rows = LAYERS * rows + block
+    pairs = LAYERS * rows * K + block * DRAFT_K
+    part = -(-rows * COLUMNS // 4)
+    return {
+        "data": {
+            "all-gather": 1 / 2 * 2 * (moe_rows * D * 4 + pairs * 8),
+            "reduce-scatter": 1 / 2 * 2 * moe_rows * D * 4,
+        },
+        "tensor": {
+            "all-reduce": 2
+            * 3
+            / 4
+            * ((rows + block) * D * 2 + 2 * moe_rows * D * 4 + BLOCK * groups * RANK * 2),
+            "all-gather": 3
+            / 4
+            * (
+                INDEX_LAYERS * rows * INDEX_HEADS * (INDEX_DIM + 1) * 4
+                + (rows + block + BLOCK * groups) * V * 4
+                + 4 * part * ROW_BYTES
+            ),
+        },
+        "data*tensor": exchange(part, 8, 4, ROW_BYTES),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["ep", "tp_ep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "tp"))]
+)
+def test_collective_bytes_are_the_closed_form(name):
+    found = report(name).sent
+    want = closed_form(name)
+    assert found.keys() == want.keys()
+    for axes, kinds in want.items():
+        assert found[axes] == pytest.approx(kinds), axes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep", "tp", "tp_ep"])
+def test_compiled_program_sends_the_same(name):
+    under = read(name)
+    found = decode(under, devices=jax.devices())
+    compiled = simulate.compile_program(found.function, found.args, dict(under.axes), donate=(1,))
+    sent: dict[str, dict[str, float]] = {}
+    for one in compiled.collectives:
+        kinds = sent.setdefault("*".join(one.axes), {})
+        kinds[one.kind] = kinds.get(one.kind, 0.0) + one.sent(dict(under.axes))
+    want = closed_form(name)
+    assert sent.keys() == want.keys()
+    for axes, kinds in want.items():
+        assert sent[axes] == pytest.approx(kinds), axes
+    held = program.measure(found.function, found.args).held
+    assert compiled.argument_bytes == pytest.approx(sum(held.values()), rel=0.01)
+
+
+def summary(name: str) -> dict:
+    """What a golden file holds: everything but modelled time, which devices.toml may change."""
+    table = json.loads(report(name).to_json())
+    kept = ("layout", "axes", "bytes", "host_bytes", "sent", "collectives", "flop", "touched")
+    return {key: table[key] for key in kept}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("ep", "tp_ep") else pytest.mark.slow)
+        for name in SIZES
+    ],
+)
+def test_golden_reports(name):
+    """Run this file as a script to write them again after a change that is meant."""
+    want = json.loads((GOLDEN / f"{name}.json").read_text())
+    got = json.loads(json.dumps(summary(name)))
+    for key, value in want.items():
+        assert got[key] == value, f"{name}: {key}"
+
+
+def test_report_survives_json():
+    one = report("ep")
+    again = LayoutReport.from_json(one.to_json())
+    assert again == one
+    assert one.bound in ("compute", "memory", "host", "network")
+    assert one.step_ms <= one.serial_ms and one.fits
+    with pytest.raises(ValueError, match="version 0; expected 1"):
+        LayoutReport.from_json('{"version": 0}')
+
+
+def declared(under: Layout):
+    return priced.parameters(small_model.config(), under)
+
+
+def case(under: Layout) -> commands.Case:
+    """A matrix product with a sum over all shards."""
+    axes = tuple(axis for axis, _ in under.axes)
+
+    def local(x, w):
+        return jax.lax.psum(x @ w, axes)
+
+    split, whole = jax.sharding.PartitionSpec(None, axes), jax.sharding.PartitionSpec(axes)
+    function = parallel.spmd(under, local, (split, whole), jax.sharding.PartitionSpec())
+    args = (
+        jax.ShapeDtypeStruct((64, 256), "bfloat16"),
+        jax.ShapeDtypeStruct((256, 4096), "bfloat16"),
+    )
+    return commands.Case(function, args, lambda path: "xw"[int(path)], tokens=64.0)
+
+
+def printed() -> tuple[Console, io.StringIO]:
+    text = io.StringIO()
+    return Console(file=text, width=250, force_terminal=False), text
+
+
+def test_show():
+    console, text = printed()
+    assert commands.show(read("tp_ep"), declared, console, depth=4) == 0
+    shown = text.getvalue()
+    assert "tp_ep  data=2 x tensor=4, moe_dispatch=gather" in shown
+    assert "values  (expert, -, ffn, -) (('data', 'tensor'),) -> uint8[8, 2, 256, 64]" in shown
+    assert "total on one device" in shown and "warning" not in shown
+    quiet = Layout("bare", (("x", 8),))
+    console, text = printed()
+    commands.show(quiet, lambda _: {"w": declared(quiet)["layers/0/ffn/w13/values"]}, console)
+    assert "warning" not in text.getvalue(), "small tensors may be replicated"
+
+
+def test_compare(tmp_path):
+    console, text = printed()
+    layouts = commands.read(["ep", "tp"], {"expert": 8, "tensor": 8})
+    code = commands.compare(
+        layouts, case, declared, "h200x8", console, json_to=tmp_path, png_to=tmp_path / "plot.png"
+    )
+    shown = text.getvalue()
+    assert code == 0
+    assert "ep" in shown and "yes" in shown and "network" in shown
+    assert LayoutReport.from_json((tmp_path / "tp.json").read_text()).axes == {"tensor": 8}
+    assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+    with pytest.raises(ValueError, match=r"'ep' has 8 devices \(expert=8\), --devices asks for 64"):
+        commands.compare(layouts, case, declared, "h200x64", console)
+    with pytest.raises(ValueError, match="--axis rows: no layout of ep, tp declares it"):
+        commands.read(["ep", "tp"], {"rows": 2})
+    with pytest.raises(FileNotFoundError, match="no shipped name 'epp'"):
+        commands.read(["epp"])
+
+
+def test_diff():
+    console, text = printed()
+    assert commands.diff(read("ep"), read("tp"), declared, console) == 0
+    shown = text.getvalue()
+    assert "rule expert" in shown and "layers/*/ffn/w13/values" in shown
+    assert "moe_dispatch" in shown and shown.count("layers/*/attn/wq_b/values") == 1
+
+
+def test_sizes_for_people():
+    assert [views.size(n) for n in (0, 1023, 1024, 5 << 20, 3 << 40)] == [
+        "0 B",
+        "1023 B",
+        "1 KiB",
+        "5 MiB",
+        "3.07e+03 GiB",
+    ]
+
+
+@pytest.mark.slow
+def test_the_released_model_on_64_devices_in_two_minutes():
+    from deepinfer_jax.config import ModelConfig
+
+    cfg = ModelConfig.from_json(shipped.find("models", "v41-flash"))
+    under = Layout.from_toml(shipped.find("layouts", "ep64_decode_host_engram"))
+    start = time.perf_counter()
+    found = priced.decode(cfg, under, Numerics.preset("reference"), batch=256, context=131072)
+    device, _ = devices.parse("h200")
+    one = price(found.function, found.args, under, device, group=priced.group, used=found.used)
+    assert time.perf_counter() - start < 120
+    # 384 experts of 18,800,640 bytes and 128 draft experts, over 64 devices.
+    assert one.bytes["experts"] == (40 * 384 + 3 * 128) * 18_800_640 // 64
+    assert one.host_bytes == pytest.approx(203_073_076_240 / 64, rel=1e-2) and one.fits
+
+
+if __name__ == "__main__":
+    jax.config.update("jax_num_cpu_devices", 8)
+    GOLDEN.mkdir(exist_ok=True)
+    for layout in SIZES:
+        path = GOLDEN / f"{layout}.json"
+        path.write_text(json.dumps(summary(layout), indent=1, sort_keys=True) + "\n")
