@@ -15,6 +15,8 @@ from deepinfer_jax.structured.device import (
     free,
     mask,
     start,
+    take,
+    walk,
 )
 from deepinfer_jax.structured.errors import (
     EbnfError,
@@ -51,4 +53,6 @@ __all__ = [
     "free",
     "mask",
     "start",
+    "take",
+    "walk",
 ]

@@ -247,6 +247,25 @@ def advance(pool: Pool, state: GrammarState, token: Int32[Array, "*lead"]) -> Gr
         return jax.tree.map(lambda x: x.reshape(*lead, *x.shape[1:]), moved)
 
 
+def walk(pool: Pool, state: GrammarState, tokens: Int32[Array, "*lead k"]) -> GrammarState:
+    """States before, between and after the tokens of a draft: a new last axis of k + 1."""
+    states = [state]
+    for i in range(tokens.shape[-1]):
+        states.append(advance(pool, states[-1], tokens[..., i]))
+    axis = tokens.ndim - 1
+    return jax.tree.map(lambda *x: jnp.stack(x, axis=axis), *states)
+
+
+def take(states: GrammarState, index: Int32[Array, "*lead"]) -> GrammarState:
+    """Of the states of a draft, the one after ``index`` tokens of each sequence: the rollback."""
+
+    def one(x: Any) -> Any:
+        at = index.reshape(*index.shape, *[1] * (x.ndim - index.ndim))
+        return jnp.take_along_axis(x, at, axis=index.ndim).squeeze(index.ndim)
+
+    return jax.tree.map(one, states)
+
+
 def _trigger(
     pool: Pool, head: Any, state: GrammarState, token: Int32[Array, " rows"]
 ) -> Int32[Array, " rows"]:

@@ -106,33 +106,42 @@ def determinise(nfa: Nfa, start: int, end: int, size: int) -> Dfa:
             closures[node] = frozenset(n for n in seen if edges[n] or n == end)
         return closures[node]
 
+    # For labels that leave a state, which is a matter of few combinations: the groups of classes
+    # that they tell apart, each the labels it takes part in, and the group of each class.
+    splits: dict[int, tuple[list[int], np.ndarray]] = {}
+
+    def split(present: int) -> tuple[list[int], np.ndarray]:
+        if present not in splits:
+            here = [labels_ & present for labels_ in class_labels]
+            groups = list(dict.fromkeys(here))
+            splits[present] = groups, np.array([groups.index(h) for h in here])
+        return splits[present]
+
     first = closure(start)
     numbers = {first: 1}
-    order, rows, limit = [first], [[0] * count], nfa.budget.limits.states
+    order, rows, limit = [first], [np.zeros(count, np.int32)], nfa.budget.limits.states
     for state in order:
-        targets: dict[int, set[int]] = {}
+        targets: dict[int, list[int]] = {}
         for node in state:
             for bit, target in edges[node]:
-                targets.setdefault(bit, set()).add(target)
-        present = sum(targets)
-        found = {0: 0}
-        row = []
-        for label_set in class_labels:
-            here = label_set & present
-            if here not in found:
-                after = [t for bit, ts in targets.items() if bit & here for t in ts]
-                subset = frozenset().union(*map(closure, after))
-                if subset not in numbers:
-                    numbers[subset] = len(order) + 1
-                    order.append(subset)
-                found[here] = numbers[subset]
-            row.append(found[here])
-        rows.append(row)
+                targets.setdefault(bit, []).append(target)
+        groups, of_class = split(sum(targets))
+        reached = []
+        for group in groups:
+            after = [t for bit, found in targets.items() if bit & group for t in found]
+            subset = closure(after[0]) if after else frozenset()
+            if len(after) > 1:
+                subset = subset.union(*map(closure, after[1:]))
+            if subset not in numbers and subset:
+                numbers[subset] = len(order) + 1
+                order.append(subset)
+            reached.append(numbers.get(subset, 0))
+        rows.append(np.array(reached, np.int32)[of_class])
         if len(rows) % 256 == 0:
             nfa.budget.check("states", len(rows), limit)
     nfa.budget.check("states", len(rows), limit)
     accept = np.array([False] + [end in state for state in order])
-    return minimise(Dfa(starts, classes, np.array(rows, np.int32), accept), nfa.budget)
+    return minimise(Dfa(starts, classes, np.stack(rows), accept), nfa.budget)
 
 
 def _trim(table: np.ndarray, accept: np.ndarray) -> np.ndarray:

@@ -5,7 +5,8 @@ regex, line and column of an EBNF text, JSON pointer and keyword of a schema. Th
 a request is admitted and concern that request alone.
 
 ``Limits`` are the sizes at which the device tiers give up; ``Budget`` carries them with a deadline
-through one compilation, which calls it from its loops, so no thread has to be killed.
+through one compilation, which calls it from its loops, so no thread has to be killed. Time is the
+processor time of the compiling thread: what a grammar becomes does not depend on what else runs.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ class Limits:
     nodes: automaton nodes before determinisation. states: after it. cells: states x token classes.
     classes, edges, exits: token classes and stack outcomes of one grammar (exits: those that
     leave a frame), as many as the device pool takes. stack: levels of the pushdown stack. seconds:
-    time of the device tiers.
+    processor time of the device tiers.
     """
 
     spec_bytes: int = 1_000_000
@@ -62,15 +63,15 @@ class Limits:
 
 
 class Budget:
-    """The limits of one compilation and its deadline, seconds of the monotonic clock."""
+    """The limits of one compilation, and its deadline on the clock of the thread that makes it."""
 
     def __init__(self, limits: Limits):
         self.limits = limits
-        self.deadline = time.monotonic() + limits.seconds
+        self.deadline = time.thread_time() + limits.seconds
 
     def check(self, what: str, amount: int = 0, limit: int | None = None) -> None:
         """Raise `TierError` if ``amount`` is over ``limit`` or the deadline has passed."""
         if limit is not None and amount > limit:
             raise TierError(f"more than {limit} {what}")
-        if time.monotonic() > self.deadline:
+        if time.thread_time() > self.deadline:
             raise TierError(f"not compiled within {self.limits.seconds:g} s ({what})")

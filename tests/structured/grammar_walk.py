@@ -125,9 +125,12 @@ class Walker:
 
     def __init__(self, vocabulary: structured.Vocabulary, rows: int = ROWS):
         self.vocabulary, self.rows = vocabulary, rows
-        self.manager = structured.PoolManager(vocabulary.width, grammars=4, cells=1 << 19)
+        limits = structured.Limits(edges=384, exits=96)
+        self.manager = structured.PoolManager(
+            vocabulary.width, grammars=4, cells=1 << 19, limits=limits
+        )
         self.pool = self.manager.empty()
-        self.compile = functools.partial(structured.compile, vocabulary=vocabulary)
+        self.compile = functools.partial(structured.compile, vocabulary=vocabulary, limits=limits)
 
     def state(self, grammar: structured.Grammar, row: int, rows: int):
         one = structured.start(row, levels=LEVELS, trigger=bool(grammar.trigger))

@@ -170,7 +170,11 @@ def test_mixed_rows_drafts_and_rollback(walker):
     kept = [state]
     for j in range(2):
         kept.append(advance(walker.pool, kept[-1], draft[:, j]))
-    block = jax.tree.map(lambda *x: jnp.stack(x, axis=1), *kept)
+    block = structured.walk(walker.pool, state, draft)
+    back = structured.take(block, jnp.array([0, 1, 2], jnp.int32))
+    for i in range(3):
+        same = jax.tree.map(lambda x, y, i=i: bool((x[i] == y[i]).all()), back, kept[i])
+        assert all(jax.tree.leaves(same))
     remaining = jnp.broadcast_to(50 - jnp.arange(3, dtype=jnp.int32)[None, :], (3, 3))
     together = mask(walker.pool, block, remaining)
     assert together.shape == (3, 3, WIDTH)

@@ -82,10 +82,10 @@ def test_threads_compile_once(vocabulary, monkeypatch):
     threads = structured.Compiler(vocabulary, workers=3)
     futures = [threads.submit({"regex": "[a-z]{1,40}"}) for _ in range(6)]
     bad = threads.submit({"regex": "("})
-    assert len({id(f.result()) for f in futures}) == 1 and len(calls) == 2
-    assert threading.get_ident() not in calls
     with pytest.raises(structured.RegexError):
         bad.result()
+    assert len({id(f.result()) for f in futures}) == 1 and len(calls) == 2
+    assert threading.get_ident() not in calls
     threads.close()
 
 

@@ -187,6 +187,7 @@ def test_more(name, walker):
     assert [t for t in accept if not verdicts[t]] == [] and [t for t in reject if verdicts[t]] == []
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not THIRD_PARTY.exists(), reason=f"{THIRD_PARTY.name} is not in the cases folder"
 )
