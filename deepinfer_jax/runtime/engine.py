@@ -11,7 +11,7 @@ request gives depends on the weights, the prompt, its parameters and its seed al
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -126,9 +126,10 @@ class LLM:
         capture: names of `model.capture` recorded for each generated token; strict: raise
         ValueError for the first request that fails instead of reporting it in its result.
         """
-        requests: list[RequestOutput] = []
-        for _ in self._run(prompts, sampling_params, capture, requests):
-            pass
+        work = _paired(prompts, sampling_params)
+        requests = [RequestOutput(None, []) for _ in work]
+        for number, request in self._run(iter(work), len(work), capture):
+            requests[number] = request
         if strict:
             for number, request in enumerate(requests):
                 if request.error is not None:
@@ -142,7 +143,21 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """The results as they grow: a request is given again whenever one of its samples has more
         tokens, the last time when it has finished. `.outputs[i].text` is the whole text so far."""
-        yield from self._run(prompts, sampling_params, (), [])
+        work = _paired(prompts, sampling_params)
+        for _, request in self._run(iter(work), len(work), ()):
+            yield request
+
+    def finished(
+        self, work: Iterable[tuple[Prompt, SamplingParams]], window: int | None = None
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """(number, result) of an unbounded series of requests, in the order they finish.
+
+        window: most requests taken from `work` and not yet finished (default: four a slot).
+        """
+        window = 4 * self._loop.policy.slots if window is None else window
+        for number, request in self._run(iter(work), window, ()):
+            if request.finished:
+                yield number, request
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[PromptScore]:
         """Log-probability of every prompt token given those before it: raw model, full replay.
@@ -162,35 +177,42 @@ class LLM:
 
     def _run(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        work: Iterator[tuple[Prompt, SamplingParams]],
+        window: int,
         capture: Sequence[str],
-        requests: list[RequestOutput],
-    ) -> Iterator[RequestOutput]:
-        listed = _listed(prompts)
-        params = _matched(sampling_params, len(listed))
+    ) -> Iterator[tuple[int, RequestOutput]]:
+        """Requests whenever they have grown, each the last time when it has finished."""
         self._loop.capture = tuple(capture)
-        samples: list[Sample] = []
-        for prompt, options in zip(listed, params, strict=True):
-            request = RequestOutput(prompt if isinstance(prompt, str) else None, [])
-            requests.append(request)
-            samples += self._enter(request, prompt, options)
-        seen = {id(request): -1 for request in requests}
+        live: dict[int, tuple[RequestOutput, list[Sample], int]] = {}
+        taken, more = 0, True
         try:
-            while True:
-                for request in requests:
-                    grown = sum(len(out.token_ids) for out in request.outputs)
-                    grown += request.finished * (1 << 40)
-                    if grown != seen[id(request)] and (grown or request.finished):
-                        seen[id(request)] = grown
-                        yield request
-                if not len(self._loop):
-                    break
-                self._loop.turn()
-        finally:
-            for sample in samples:
-                if not sample.finished:
+            while more or live:
+                while more and len(live) < window:
+                    try:
+                        prompt, params = next(work)
+                    except StopIteration:
+                        more = False
+                        break
+                    request = RequestOutput(prompt if isinstance(prompt, str) else None, [])
+                    live[taken] = (request, self._enter(request, prompt, params), 0)
+                    taken += 1
+                for number, (request, samples, seen) in list(live.items()):
+                    grown = sum(len(output.token_ids) for output in request.outputs)
+                    if request.finished:
+                        del live[number]
+                    elif grown == seen:
+                        continue
+                    else:
+                        live[number] = (request, samples, grown)
+                    yield number, request
+                if len(self._loop):
+                    self._loop.turn()
+        except (GeneratorExit, KeyboardInterrupt):
+            for _, samples, _ in live.values():
+                for sample in samples:
                     self._loop.abort(sample)
+            raise
+        finally:
             self._loop.drain()
 
     def _enter(
@@ -288,26 +310,19 @@ def _block(speculate: int | str | None, cfg: Any) -> int:
     return speculate
 
 
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, str):
-        return [prompts]
-    items = list(prompts)
+def _paired(
+    prompts: Prompt | Sequence[Prompt],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+) -> list[tuple[Prompt, SamplingParams]]:
+    """Each prompt with its parameters. Raises ValueError for what is neither text nor ids."""
+    items = [prompts] if isinstance(prompts, str) else list(prompts)
     if items and all(isinstance(item, int | np.integer) for item in items):
-        return [items]
+        items = [items]
     for number, item in enumerate(items):
         if not isinstance(item, str | Sequence | np.ndarray):
             raise ValueError(f"prompts[{number}]: {item!r}; expected text or token ids")
-    return items
-
-
-def _matched(
-    params: SamplingParams | Sequence[SamplingParams] | None, count: int
-) -> list[SamplingParams]:
-    if params is None:
-        return [SamplingParams()] * count
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    listed = list(params)
-    if len(listed) != count:
-        raise ValueError(f"sampling_params: {len(listed)} for {count} prompts")
-    return listed
+    if params is None or isinstance(params, SamplingParams):
+        return [(item, params or SamplingParams()) for item in items]
+    if len(params) != len(items):
+        raise ValueError(f"sampling_params: {len(params)} for {len(items)} prompts")
+    return list(zip(items, params, strict=True))

@@ -119,7 +119,8 @@ class Loop:
     def drain(self) -> None:
         """Reads every step in flight."""
         while self._flights:
-            self._consume(self._flights.popleft())
+            flight = self._flights.popleft()
+            self._consume(flight)
 
     def _enqueue(self, sample: Sample) -> None:
         kind = SCORE if sample.params.prompt_logprobs is not None else ""
@@ -345,7 +346,7 @@ class Loop:
             if wanted is not None:
                 logprobs = entry(
                     token,
-                    found.logprob[place, at],
+                    float(found.logprob[place, at]),
                     found.top_ids[place, at],
                     found.top_logprobs[place, at],
                     wanted,
@@ -372,7 +373,7 @@ class Loop:
             position = chunk.start + at + 1
             if position < len(sample.prompt):
                 sample.request.prompt_logprobs[position] = entry(
-                    sample.prompt[position], logprob[at], ids[at], values[at], wanted
+                    sample.prompt[position], float(logprob[at]), ids[at], values[at], wanted
                 )
 
     def _read_capture(self, sample: Sample, found: StepOutput, place: int, at: int) -> None:
