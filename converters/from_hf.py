@@ -7,10 +7,10 @@
     DST/manifest.json                    format version, source identity, sha256 of every tensor
 
 Leaves are written in the order of the tree by a few workers, a shard file at a time: a few rows
-are read, hashed, and written to their chunks while they are still in the processor's cache; finished
-files are made durable in the background. A 100 GB table costs no more memory than a small one. A
-killed run resumes where its journal ends (target.py); only the last rename gives the folder its
-name.
+are read, hashed, and written to their chunks while they are still in the processor's cache;
+finished files are made durable in the background. A 100 GB table costs no more memory than a small
+one. A killed run resumes where its journal ends (target.py); only the last rename gives the folder
+its name.
 """
 
 import argparse
@@ -21,7 +21,7 @@ import shutil
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -37,10 +37,11 @@ from converters.recipes import raw
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, Source, resolve
 from converters.target import Target, refuse_nesting
 from converters.token_map import token_map
+from converters.workers import Workers, default
 
 MIB = 2**20
 SHARD_BYTES = 64 * MIB
-BLOCK_BYTES = MIB // 4  # about a processor's second-level cache
+BLOCK_BYTES = MIB  # about a processor's second-level cache
 COPIES = 4  # of a worker's block: read, converted, cut into chunks, one to spare
 COMMIT_BYTES = 256 * MIB
 
@@ -50,7 +51,7 @@ def convert(
     destination: str | Path,
     *,
     memory: int = 1024 * MIB,
-    workers: int = 2,
+    workers: int | None = None,
     text_only: bool = False,
     only: Sequence[str] = (),
     restart: bool = False,
@@ -62,6 +63,7 @@ def convert(
     threads. only: path prefixes to keep (a slice). restart: discard an interrupted run.
     Raises `CheckpointError` (one line a finding); nothing is written if the source is at fault.
     """
+    workers = default() if workers is None else workers
     block = min(BLOCK_BYTES, memory // (COPIES * max(1, workers)))
     if workers < 1 or block < 2**12:
         raise CheckpointError([f"memory = {memory} bytes for workers = {workers} is too little"])
@@ -131,7 +133,7 @@ class _Conversion:
 
     def __init__(self, job: plan.Job, target: Target, workers: int, block: int):
         self._job, self._target = job, target
-        self._workers, self._block = workers, block
+        self._workers, self._block = Workers(workers), block
         self._chains = list(plan.chains(job.table, SHARD_BYTES))
         self._weights = target.path / WEIGHTS
         self._weights.mkdir(exist_ok=True)
@@ -142,7 +144,7 @@ class _Conversion:
         }
         self._landed: list[tuple[str, Path, Mapping[str, Any]]] = []
         self._landed_bytes = 0
-        self._lock, self._stop = threading.Lock(), threading.Event()
+        self._lock = threading.Lock()
         pieces = [piece for chain in self._chains for piece in chain.pieces]
         sizes = {piece.key: plan.nbytes(job.table.params, piece) for piece in pieces}
         self.remaining = sum(size for key, size in sizes.items() if key not in target.done)
@@ -160,19 +162,10 @@ class _Conversion:
     def run(self, progress: Progress) -> dict[str, str]:
         """Write what is left; sha256 of every tensor by name."""
         self._progress = progress
-        with (
-            ThreadPoolExecutor(1, "commit") as self._committer,
-            ThreadPoolExecutor(self._workers, "convert") as pool,
-        ):
+        with ThreadPoolExecutor(1, "commit") as self._committer:
             self._commit: Future[None] = self._committer.submit(lambda: None)
-            waiting = [chain for chain in self._chains if not self._is_settled(chain)]
-            futures = [pool.submit(self._write_chain, chain) for chain in waiting]
-            try:
-                for future in as_completed(futures):
-                    future.result()
-            finally:
-                self._stop.set()
-                pool.shutdown(cancel_futures=True)
+            waiting = (chain for chain in self._chains if not self._is_settled(chain))
+            self._workers.run(self._write_chain, waiting)
             self._flush()
             self._commit.result()
         return self._digests
@@ -209,15 +202,13 @@ class _Conversion:
         rows = part.end - part.begin
         scratch = np.empty((min(rows, max(1, self._block // row_bytes)), *shape), dtype)
         for begin, end in st.row_slices(rows, row_bytes, self._block):
-            if self._stop.is_set():
-                raise InterruptedError("stopped")
+            self._workers.check()
             block = scratch[: end - begin]
             recipe.fill(reader, part.begin + begin, part.begin + end, block)
             hasher.update(raw(block))
             if writer is not None:
                 writer.rows(part.at, begin, block)
-            with self._lock:
-                self._progress.advance(block.nbytes, part.entry.leaf)
+            self._progress.advance(block.nbytes, part.entry.leaf)
 
     def _land(self, piece: plan.Piece, file: Path, digests: Mapping[str, str]) -> None:
         """Queue a finished piece for the journal."""
@@ -244,7 +235,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("destination", help="folder to create")
     parser.add_argument("--revision", help="of a Hub id")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="of buffers (1024)")
-    parser.add_argument("--workers", type=int, default=2, help="threads (2)")
+    parser.add_argument("--workers", type=int, help=f"threads ({default()})")
     parser.add_argument("--text-only", action="store_true", help="leave the vision tower out")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="keep a path")
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")

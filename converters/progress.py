@@ -1,6 +1,7 @@
 """Progress of a long copy: a bar with bytes/s and time left on a terminal, lines elsewhere."""
 
 import sys
+import threading
 import time
 from typing import Any
 
@@ -20,7 +21,8 @@ LINE_SECONDS = 10.0
 class Progress:
     """Counts bytes towards `total`; `done` bytes were there before (a resumed run).
 
-    Use as a context manager. stream: where to write (stderr by default). quiet: count only.
+    Use as a context manager, from any thread. stream: where to write (stderr by default). quiet:
+    count only.
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class Progress:
         self._stream, self._quiet = stream or sys.stderr, quiet
         self._printed = self._start
         self._bar = self._task = None
+        self._lock = threading.Lock()
 
     def __enter__(self) -> "Progress":
         self._start = self._printed = time.monotonic()
@@ -62,12 +65,13 @@ class Progress:
 
     def advance(self, count: int, item: str = "") -> None:
         """`count` more bytes are done; `item` says what they belong to."""
-        self.done += count
-        if self._bar is not None and self._task is not None:
-            text = f"{self.label} {item}"
-            self._bar.update(self._task, completed=self.done, description=text)
-        elif not self._quiet and time.monotonic() - self._printed >= LINE_SECONDS:
-            self._line(item)
+        with self._lock:
+            self.done += count
+            if self._bar is not None and self._task is not None:
+                text = f"{self.label} {item}"
+                self._bar.update(self._task, completed=self.done, description=text)
+            elif not self._quiet and time.monotonic() - self._printed >= LINE_SECONDS:
+                self._line(item)
 
     def _line(self, item: str) -> None:
         now = time.monotonic()

@@ -188,17 +188,15 @@ class ShardWriter:
         rows = rows.view(f"u{rows.itemsize}")  # numpy copies its own types without the GIL
         columns = [n // c for n, c in zip(rows.shape[1:], rest, strict=True)]
         row_bytes = math.prod(rest) * rows.itemsize
+        # Chunks of whole rows follow each other in the file: one write for all that these touch.
+        split = math.prod(columns) > 1
         done = 0
         while done < len(rows):
             number, offset = divmod(begin + done, tall)
-            count = min(tall - offset, len(rows) - done)
+            count = min(tall - offset, len(rows) - done) if split else len(rows)
             for column in np.ndindex(*columns):
-                piece = rows[
-                    (
-                        slice(done, done + count),
-                        *(slice(i * c, (i + 1) * c) for i, c in zip(column, rest, strict=True)),
-                    )
-                ]
+                sides = (slice(i * c, (i + 1) * c) for i, c in zip(column, rest, strict=True))
+                piece = rows[(slice(done, done + count), *sides)]
                 start = int(self._index[(*at, number, *column, 0)]) + offset * row_bytes
                 self._write(np.ascontiguousarray(piece), start)
             done += count

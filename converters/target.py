@@ -14,6 +14,7 @@ import fcntl
 import json
 import os
 import shutil
+import threading
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -42,6 +43,7 @@ class Target:
             raise CheckpointError([f"{self.destination.parent}: no such folder for the output"])
         self.path.mkdir(exist_ok=True)
         self._lock = self._take_lock()
+        self._writing = threading.Lock()
         try:
             self._refuse_existing()  # a run that held the lock may have finished meanwhile
             if restart:
@@ -126,16 +128,17 @@ class Target:
             )
 
     def commit(self, pieces: Iterable[tuple[str, Path, Mapping[str, Any]]]) -> None:
-        """Make pieces (key, file, record) durable, then journal them."""
+        """Make pieces (key, file, record) durable, then journal them; from any thread."""
         pieces = list(pieces)
         if len(pieces) > MANY:
             os.sync()
         else:
             for _, file, _ in pieces:
                 sync(file)
-        for key, _, record in pieces:
-            self._journal.write(json.dumps({"piece": key, **record}) + "\n")
-        self._sync_journal()
+        with self._writing:
+            for key, _, record in pieces:
+                self._journal.write(json.dumps({"piece": key, **record}) + "\n")
+            self._sync_journal()
 
     def finish(self, last: bytes, name: str) -> Path:
         """Write the last file, make everything durable, and give the folder its real name."""

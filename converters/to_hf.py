@@ -25,11 +25,12 @@ from converters.progress import Progress
 from converters.recipes import raw
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError
 from converters.target import Target, refuse_nesting
+from converters.workers import Workers, default
 
 MIB = 2**20
 SHARD_BYTES = 5 * 10**9
 SLICE_BYTES = 64 * MIB
-COPIES = 3  # of a slice in flight: tensorstore's chunks, our array, its bytes
+COPIES = 10  # of a slice in a worker: this one and the next, each read, decoded and gathered
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,31 +51,36 @@ def convert(
     destination: str | Path,
     *,
     memory: int = 1024 * MIB,
+    workers: int | None = None,
     restart: bool = False,
     quiet: bool = False,
 ) -> Path:
     """Write a converted folder back as an official checkpoint; returns the finished folder.
 
-    memory: budget in bytes for what is in flight. Raises `CheckpointError`, also when a tensor's
-    bytes differ from those that were converted.
+    memory: budget in bytes for the workers' slices. workers: threads. Raises `CheckpointError`,
+    also when a tensor's bytes differ from those that were converted.
     """
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
     opened = open_converted(source)
     shards = list(plan(opened))
-    target = Target(
-        destination, {"direction": "to_hf", "source": opened.manifest["source"]}, restart
-    )
+    pool = Workers(default() if workers is None else workers)
+    limit = min(SLICE_BYTES, memory // (COPIES * pool.count))
+    basis = {key: opened.manifest[key] for key in ("source", "options")} | {"direction": "to_hf"}
+    target = Target(destination, basis, restart)
     try:
         todo = [shard for shard in shards if shard.name not in target.done]
         remaining = sum(shard.nbytes for shard in todo)
         target.require_space(remaining)
         total = sum(shard.nbytes for shard in shards)
         with Progress("write", total, total - remaining, quiet=quiet) as progress:
-            for shard in todo:
+
+            def write(shard: Shard) -> None:
                 file = target.path / shard.name
-                st.write(file, shard.header, _data(opened, shard, memory // COPIES, progress))
+                st.write(file, shard.header, _data(opened, shard, limit, pool, progress))
                 target.commit([(shard.name, file, {})])
+
+            pool.run(write, todo)
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target.path / name)
@@ -114,11 +120,14 @@ def plan(opened: Converted) -> Iterator[Shard]:
         yield Shard(name, st.header_bytes(spelled, {"format": "pt"}), tuple(group))
 
 
-def _data(opened: Converted, shard: Shard, limit: int, progress: Progress) -> Iterator[Any]:
+def _data(
+    opened: Converted, shard: Shard, limit: int, pool: Workers, progress: Progress
+) -> Iterator[Any]:
     """The bytes of a shard's tensors, in slices, each tensor checked as it ends."""
     for entry in shard.entries:
         hasher = hashlib.sha256()
-        for rows in opened.slices(entry, min(limit, SLICE_BYTES)):
+        for rows in opened.slices(entry, limit):
+            pool.check()
             data = raw(rows)
             hasher.update(data)
             yield data
@@ -136,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("source", help="converted folder")
     parser.add_argument("destination", help="folder to create")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="budget (1024)")
+    parser.add_argument("--workers", type=int, help=f"threads ({default()})")
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
@@ -144,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.source,
             options.destination,
             memory=options.memory * MIB,
+            workers=options.workers,
             restart=options.restart,
             quiet=options.quiet,
         )
