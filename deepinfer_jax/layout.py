@@ -13,8 +13,8 @@ replicated by silence is reported by ``warnings``. Nothing is dropped quietly: a
 rules that put one mesh axis twice into a tensor, or a size that does not divide is an error naming
 the layout, the tensor and both sides.
 
-A Layout is data, not devices: it is hashable and goes to ``jax.jit`` as a static argument. Inside a
-traced function ``constrain`` uses the abstract mesh; the devices come from the arguments.
+A Layout is data, not devices: it is hashable and goes to ``jax.jit`` as a static argument. Traced
+functions use its abstract mesh (``model.parallel.spmd``); the devices come from the arguments.
 """
 
 import dataclasses
@@ -23,11 +23,11 @@ import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Shaped
 
 AXES = {
     "rows": "tokens in flight, one row per (sequence, position)",
@@ -220,7 +220,7 @@ class Layout:
         names, sizes = zip(*self.axes, strict=True) if self.axes else ((), ())
         return AbstractMesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
 
-    def mesh(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    def mesh(self, devices: Sequence[Any] | None = None) -> Mesh:
         """The mesh over ``devices`` (default: the first ``size`` of ``jax.devices()``)."""
         found = list(jax.devices() if devices is None else devices)
         if len(found) < self.size or (devices is not None and len(found) != self.size):
@@ -245,18 +245,6 @@ class Layout:
         if self.engram == "host" and "engram_rows" in axes:
             return NamedSharding(mesh, spec, memory_kind="pinned_host")
         return NamedSharding(mesh, spec)
-
-    def constrain(
-        self, x: Shaped[Array, "..."], axes: Sequence[Axis], phase: str | None = None
-    ) -> Shaped[Array, "..."]:
-        """Fix the sharding of an activation inside a traced function.
-
-        The identity on one device, and inside ``model.parallel.spmd``, where arrays are local.
-        """
-        if self.size == 1 or jax.sharding.get_abstract_mesh().manual_axes:
-            return x
-        spec = self.spec(axes, x.shape, f"activation {tuple(axes)}", phase)
-        return jax.lax.with_sharding_constraint(x, NamedSharding(self.abstract_mesh, spec))
 
     def warnings(
         self, tensors: Mapping[str, tuple[Sequence[Axis], Sequence[int], int]], large: int = 1 << 26

@@ -75,6 +75,8 @@ def compile_program(
         texts = sorted(Path(folder).glob(f"*after_{PASS}*.txt"))
         found = hlo.collectives(texts[-1].read_text(), axes) if texts else []
     memory = compiled.memory_analysis()
+    if memory is None:
+        raise RuntimeError(f"lab: the {platform} compiler reports no memory use")
     return Compiled(
         platform,
         found,

@@ -10,6 +10,7 @@ and every shard keeps the whole cache: context parallelism divides work, not cac
 goes through ``together``, everything else sees its own rows only.
 """
 
+import dataclasses
 import math
 from typing import Any
 
@@ -58,7 +59,8 @@ def split(rows: Rows, layout: Layout, phase: str | None) -> Rows:
         jnp.arange(rows.groups, dtype=jnp.int32)[:, None] * rows.width + place[None, :]
     ).reshape(-1)
     width = 2 * piece
-    return rows.replace(
+    return dataclasses.replace(
+        rows,
         token=rows.token[number],
         position=rows.position[number],
         group=rows.group[number],

@@ -294,11 +294,8 @@ def _read(table: Shaped[Array, "n ..."], index: Int32[Array, "*where"]) -> Shape
     """table[index]; a table in pinned host memory is read by the host, inside the program."""
     if jax.typeof(table).memory_space != jax.memory.Space.Host:
         return table[index]
-    read = compute_on(
-        lambda rows, where: rows[where],
-        compute_type="device_host",
-        out_memory_spaces=jax.memory.Space.Device,
-    )
+    on_host = compute_on(compute_type="device_host", out_memory_spaces=jax.memory.Space.Device)
+    read = on_host(lambda rows, where: rows[where])
     return read(table, jax.device_put(index, jax.memory.Space.Host))
 
 

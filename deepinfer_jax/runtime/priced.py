@@ -6,6 +6,7 @@ takes the greedy tokens and drafts the next block; a prefill call runs whole pro
 encoder half and what the replay mode keeps of them through the decoder half.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -62,7 +63,7 @@ def decode(
     batch: int,
     context: int,
     accepted: float = 1.0,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Program:
     """One decode step of ``batch`` sequences (all devices together) of ``context`` tokens each.
 
@@ -85,7 +86,7 @@ def decode(
         x = transformer.collapse(setup, weights, out.hidden, Capture())
         logits = head_logits(setup, x, weights.norm, weights.head)
         token = jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if weights.draft is None:
+        if weights.draft is None or out.taps is None:
             return token, out.cache
         cache = dspark.remember(setup, weights.draft, rows, out.cache, out.taps)
         block = row_lists.rectangle(
@@ -118,7 +119,7 @@ def prefill(
     *,
     batch: int,
     context: int,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Program:
     """Whole prompts of ``context`` tokens, ``batch`` of them at once on all devices together."""
     setup = Setup(cfg, layout, numerics=numerics, phase="prefill")
@@ -157,7 +158,7 @@ PHASES: Mapping[str, Callable[..., Program]] = {"decode": decode, "prefill": pre
 
 
 def target(
-    devices: Sequence[jax.Device],
+    devices: Sequence[Any],
     *,
     model: str,
     layout: str,
@@ -177,11 +178,15 @@ def target(
 
 
 def _weights(cfg: ModelConfig, layout: Layout) -> Weights:
-    declared = transformer.abstract(cfg).replace(
-        vision=None, image_start=None, image_end=None, image_newline=None
+    classes = Param((cfg.vocab_size,), "int32", (None,)) if cfg.engram_layer_ids else None
+    declared = dataclasses.replace(
+        transformer.abstract(cfg),
+        vision=None,
+        image_start=None,
+        image_end=None,
+        image_newline=None,
+        token_map=classes,
     )
-    if cfg.engram_layer_ids:
-        declared = declared.replace(token_map=Param((cfg.vocab_size,), "int32", (None,)))
     return parallel.placed(declared, layout)
 
 
@@ -190,7 +195,7 @@ def _program(
     phase: str,
     local: Callable[..., Any],
     declared: tuple,
-    devices: Sequence[jax.Device] | None,
+    devices: Sequence[Any] | None,
 ) -> tuple[Callable[..., Any], tuple]:
     mesh = layout.abstract_mesh if devices is None else layout.mesh(devices[: layout.size])
 
