@@ -125,6 +125,15 @@ def pow2ceil(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
 
 
+def round_e4m3(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
+    """float32 within +-448 to the nearest e4m3 value, ties to even, still float32.
+
+    Written out because XLA:GPU drops a cast to e4m3 and back as "excess precision".
+    """
+    subnormal = jnp.round(x * 512.0) * jnp.float32(1 / 512)
+    return jnp.where(jnp.abs(x) < 2.0**-6, subnormal, jax.lax.reduce_precision(x, 8, 3))
+
+
 def quantise_activations(
     x: Float[Array, "*rows k"],
 ) -> tuple[Float[Array, "*rows padded"], Float[Array, "*rows groups"]]:
@@ -136,7 +145,8 @@ def quantise_activations(
     grouped = padded.reshape(*x.shape[:-1], groups, GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(grouped), axis=-1), AMAX_FLOOR)
     scale = pow2ceil(amax * INV_E4M3_MAX)
-    quantised = jnp.clip(grouped / scale[..., None], -448.0, 448.0).astype(jnp.float8_e4m3fn)
+    rounded = round_e4m3(jnp.clip(grouped / scale[..., None], -448.0, 448.0))
+    quantised = rounded.astype(jnp.float8_e4m3fn)
     return quantised.reshape(padded.shape), scale
 
 
@@ -145,3 +155,20 @@ def round_trip_activations(x: Float[Array, "*rows k"]) -> Float[Array, "*rows k"
     quantised, scale = quantise_activations(x)
     spread = jnp.repeat(scale, GROUP, axis=-1)
     return (quantised.astype(jnp.float32) * spread)[..., : x.shape[-1]].astype(x.dtype)
+
+
+def one_scale_a_row(
+    x: Float[Array, "rows k"],
+) -> tuple[Float[Array, "rows k"], Float[Array, " rows"]]:
+    """Rows quantised as quantise_activations does, then brought to one power of two for a row.
+
+    A group keeps its e4m3 values exactly unless its scale is far below the row's largest: then its
+    smallest values round once more. K must be a multiple of 32.
+
+    Returns:
+        (e4m3 values, float32 scale of each row).
+    """
+    quantised, scale = quantise_activations(x)
+    largest = jnp.max(scale, axis=-1, keepdims=True)
+    spread = jnp.repeat(scale / largest, GROUP, axis=-1)
+    return round_e4m3(quantised.astype(jnp.float32) * spread).astype(quantised.dtype), largest[:, 0]

@@ -6,10 +6,11 @@ so that stored weights never exist in a wider form in memory. A warpgroup owns 6
 Thread (warp w, lane l) holds two of them, `Rows.local`: rows 16 w + l / 4 and 8 more ("plain"), or
 the same channel of two matrices ("paired": gate and up), so that SwiGLU needs no exchange.
 
-Order of K. Lane l takes one 16-byte piece per row, number l % 4: 32 FP4 codes of every 128 columns
-(one scale group), or 16 FP8 values of every 64. Its registers i = 0, 1, ... are what `wgmma` reads
-as columns 8 i + 2 (l % 4) + {0, 1}, so x must come in the matching order: `order_columns`. Every
-tile shape uses this one order, hence a row has the same bits in all.
+Order of K. FP8 and bf16 weights are multiplied in the order of their columns: the four lanes of a
+row read the same 16 bytes and each takes its own. For FP4 that would cost more than the expansion
+itself, so lane l % 4 takes one 16-byte piece, the 32 codes of one scale group of every 128 columns,
+and x must come in the matching order, `order_columns`. Every tile shape uses the one order of its
+format, hence a row has the same bits in all of them.
 
 Expansion. A code moved to the bfloat16 fields is value * 2^-BIAS (subnormals included); one
 multiplication by 2^(byte - 127 + BIAS - SHIFT) leaves weight * 2^-SHIFT, exact for scale bytes 28
@@ -28,10 +29,14 @@ from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 from jaxtyping import Array, Shaped
 
 SHIFT = 32
+TOP = 6
+CODES = {
+    "fp4": (),
+    "fp8": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64)),
+    "bf16": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+}
+"""How the weights of a step lie in shared memory."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
-PLAIN_16 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
-PLAIN_32 = (plgpu.TilingTransform((1, 32)), plgpu.SwizzleTransform(128))
-PAIRED_16 = (plgpu.TilingTransform((1, 32)), plgpu.SwizzleTransform(64))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,268 +53,281 @@ class Rows:
 
     def local(self, member: int) -> ir.Value:
         """Tile row of this thread's member 0 or 1, as i32."""
-        warp, row, _ = _thread()
+        warp, row, _ = thread_place()
         stride, offset = (8, self.height // 2) if self.paired else (16, 8)
-        return _add(_add(_mul(warp, stride), row), _i32(member * offset))
+        return add(add(mul(warp, stride), row), const(member * offset))
 
 
-def order_columns(x: Shaped[Array, "rows k"], kind: str) -> Shaped[Array, "blocks rows 64"]:
-    """x in the K order of weights of this kind, as [K / 64, rows, 64] so that one copy takes whole
-    lines."""
+def order_columns(x: Shaped[Array, "rows k"], kind: str) -> Shaped[Array, "rows blocks 64"]:
+    """x in the K order of weights of this kind, in blocks of 64 columns (bf16 or e4m3)."""
     rows, k = x.shape
-    if kind == "fp4":
-        blocks = x.reshape(rows, k // 128, 4, 4, 2, 4)  # row, block of 128, lane, j, e, p
-        ordered = blocks.transpose(1, 3, 5, 0, 2, 4).reshape(k // 128, 2, 8, rows, 8)
-        return ordered.transpose(0, 1, 3, 2, 4).reshape(k // 64, rows, 64)
-    if kind == "fp8":
-        blocks = x.reshape(rows, k // 64, 4, 4, 2, 2)  # row, block of 64, lane, j, e, p
-        return blocks.transpose(1, 0, 3, 5, 2, 4).reshape(k // 64, rows, 64)
-    return x.reshape(rows, k // 64, 64).transpose(1, 0, 2)
+    if x.dtype == jnp.float8_e4m3fn:
+        # Code 4 i + e of lane l becomes column 16 i + 4 l + e of the 128.
+        x = x.reshape(rows, k // 128, 4, 8, 4).transpose(0, 1, 3, 2, 4)
+    elif kind == "fp4":
+        # Code 8 j + p + 4 e of lane l becomes column 8 (4 j + p) + 2 l + e of the 128.
+        x = x.reshape(rows, k // 128, 4, 4, 2, 4).transpose(0, 1, 3, 5, 2, 4)
+    return x.reshape(rows, k // 64, 64)
 
 
-def _i32(value: int) -> ir.Value:
+def const(value: int) -> ir.Value:
     return utils.c(value, ir.IntegerType.get_signless(32))
 
 
-def _add(a: ir.Value, b: ir.Value) -> ir.Value:
+def add(a: ir.Value, b: ir.Value) -> ir.Value:
     return arith.addi(a, b)
 
 
-def _mul(a: ir.Value, b: int) -> ir.Value:
-    return arith.muli(a, _i32(b))
+def mul(a: ir.Value, b: int) -> ir.Value:
+    return arith.muli(a, const(b))
 
 
-def _thread() -> tuple[ir.Value, ir.Value, ir.Value]:
+def thread_place() -> tuple[ir.Value, ir.Value, ir.Value]:
     """(warp within the block, lane / 4, lane % 4) as i32."""
     thread = arith.index_cast(ir.IntegerType.get_signless(32), gpu.thread_id(gpu.Dimension.x))
-    lane = arith.andi(thread, _i32(31))
-    return arith.shrui(thread, _i32(5)), arith.shrui(lane, _i32(2)), arith.andi(lane, _i32(3))
+    lane = arith.andi(thread, const(31))
+    return arith.shrui(thread, const(5)), arith.shrui(lane, const(2)), arith.andi(lane, const(3))
 
 
-def _load(pointer: ir.Value, offset: ir.Value, kind: ir.Type, align: int) -> ir.Value:
+def load_bytes(pointer: ir.Value, offset: ir.Value, kind: ir.Type, align: int) -> ir.Value:
     byte = ir.IntegerType.get_signless(8)
     return llvm.load(kind, utils.getelementptr(pointer, [offset], byte), alignment=align)
 
 
-def _element(values: ir.Value, index: int) -> ir.Value:
+def element(values: ir.Value, index: int) -> ir.Value:
     at = ir.DenseI64ArrayAttr.get([index])
     return vector.extract(values, dynamic_position=[], static_position=at)
 
 
-def _shift(word: ir.Value, left: int) -> ir.Value:
+def shifted(word: ir.Value, left: int) -> ir.Value:
     if left == 0:
         return word
-    return arith.shli(word, _i32(left)) if left > 0 else arith.shrui(word, _i32(-left))
+    return arith.shli(word, const(left)) if left > 0 else arith.shrui(word, const(-left))
 
 
 def _spread(word: ir.Value, sign: int, magnitude: int, mask: int, factor: ir.Value) -> ir.Value:
     """Two codes of a word as a bf16 pair times `factor`; shifts to the left are positive."""
     i32 = ir.IntegerType.get_signless(32)
-    bits = arith.andi(_shift(word, sign), _i32(0x80008000 - (1 << 32)))
-    bits = arith.ori(arith.andi(_shift(word, magnitude), _i32(mask)), bits)
-    pair = utils.inline_ptx("mul.rn.bf16x2 $0, $1, $2;", bits, factor, result_types=i32)
+    bits = arith.andi(shifted(word, sign), const(0x80008000 - (1 << 32)))
+    bits = arith.ori(arith.andi(shifted(word, magnitude), const(mask)), bits)
+    # A side effect keeps the product behind the wait for the registers it is written to.
+    pair = utils.inline_ptx(
+        "mul.rn.bf16x2 $0, $1, $2;", bits, factor, result_types=i32, has_side_effects=True
+    )
     return utils.bitcast(pair, ir.VectorType.get((2,), ir.BF16Type.get()))
 
 
 def _factor(byte: ir.Value, bias: int) -> ir.Value:
     """2^(byte - 127 + bias - SHIFT) in both halves of a word."""
     offset = (bias - SHIFT) << 7
-    word = _mul(arith.extui(ir.IntegerType.get_signless(32), byte), 0x00800080)
-    return _add(word, _i32(offset | offset << 16))
+    word = mul(arith.extui(ir.IntegerType.get_signless(32), byte), 0x00800080)
+    return add(word, const(offset | offset << 16))
 
 
-def _expand_fp4(words: ir.Value, factor: ir.Value) -> list[ir.Value]:
-    """16 bytes -> 16 bf16 pairs; pair 4 j + p holds codes 8 j + p and 8 j + p + 4."""
-    return [
-        _spread(_element(words, j), 12 - 4 * p, 6 - 4 * p, 0x01C001C0, factor)
-        for j in range(4)
-        for p in range(4)
-    ]
+def _expand_fp4(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
+    """Eight codes -> four bf16 pairs; pair p holds codes p and p + 4."""
+    return [_spread(word, 12 - 4 * p, 6 - 4 * p, 0x01C001C0, factor) for p in range(4)]
 
 
-def _expand_fp8(words: ir.Value, factor: ir.Value) -> list[ir.Value]:
-    """16 bytes -> 8 bf16 pairs; pair 2 j + p holds bytes 4 j + p and 4 j + p + 2."""
-    return [
-        _spread(_element(words, j), 8 - 8 * p, 4 - 8 * p, 0x07F007F0, factor)
-        for j in range(4)
-        for p in range(2)
-    ]
+def _look_up(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
+    """Eight codes -> two words of four e4m3 values, magnitudes from the table (low, high)."""
+    i32 = word.type
+    four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
+    signs, magnitudes = const(0x80808080 - (1 << 32)), arith.andi(word, const(0x77777777))
+
+    def permute(low: ir.Value, high: ir.Value, select: ir.Value) -> ir.Value:
+        ptx = "prmt.b32 $0, $1, $2, $3;"
+        return utils.inline_ptx(ptx, low, high, select, result_types=i32, has_side_effects=True)
+
+    found = []
+    for b in range(2):
+        # A selector with its high bit set repeats the chosen byte's sign: 0xFF, and 0x80 without.
+        sign = arith.andi(shifted(permute(signs, signs, shifted(word, -16 * b)), 1), signs)
+        value = arith.ori(permute(low, high, shifted(magnitudes, -16 * b)), sign)
+        found.append(utils.bitcast(value, four))
+    return found
 
 
-def expand(kind: str, weights, scales, scale_at: Array, *, rows: Rows, pitch: int) -> Array:
-    """64 or 128 columns of this warpgroup's weights in registers, ready for `plgpu.wgmma`.
+def _expand_fp8(words: ir.Value, factor: ir.Value, lane: ir.Value) -> list[ir.Value]:
+    """16 bytes -> 2 bf16 pairs: bytes 2 lane + {0, 1} of either half."""
+    select = add(mul(lane, 0x2020), const(0x1000))
+    found = []
+    for half in range(2):
+        low, high = element(words, 2 * half), element(words, 2 * half + 1)
+        ptx = "prmt.b32 $0, $1, $2, $3;"
+        both = utils.inline_ptx(ptx, low, high, select, result_types=low.type)
+        found.append(_spread(both, 0, -4, 0x07F007F0, factor))
+    return found
+
+
+def load_fp4(
+    codes, scales, start: Array, largest: Array | None = None, *, rows: Rows, pitch: int
+) -> tuple[Array, Array]:
+    """This thread's codes of 128 columns and what its scales make of them, still packed.
 
     Args:
-        kind: "fp4" or "fp8".
-        weights: SMEM uint8 [height, 64]: the codes of 128 (fp4) or 64 (fp8) columns.
-        scales: uint8, flat. fp4: SMEM scales of the tile, rows of `pitch` bytes. fp8: GMEM block
-            scales, block rows of `pitch` bytes.
-        scale_at: int32, byte of tile row 0 and the first of these columns. fp8 paired: int32 for
-            each member.
+        codes: SMEM uint8 [height, 64].
+        scales: SMEM uint8, flat, one row of `pitch` bytes for a tile row.
+        start: int32, byte of tile row 0 and of these columns in `scales`.
+        largest: of row_exponents, to expand into e4m3; None expands into bf16.
 
     Returns:
-        bf16 [64, 128 or 64] * 2^-SHIFT in the WGMMA layout.
+        int32 [64, 16] and [64, 8] whose places in the WGMMA layout carry the words.
     """
-    shape = (64, 128 if kind == "fp4" else 64)
-    starts = scale_at if isinstance(scale_at, tuple) else (scale_at, scale_at)
+    i32 = jnp.dtype(jnp.int32)
+    layout = plgpu.Layout.WGMMA
+    extra = () if largest is None else (largest,)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=plgpu.Layout.WGMMA),
+        arg_types=(plgpu.RefType(), plgpu.RefType(), SCALAR, *(layout for _ in extra)),
+        return_type=(
+            plgpu.ShapeDtypeStruct((64, 16), i32, layout=layout),
+            plgpu.ShapeDtypeStruct((64, 8), i32, layout=layout),
+        ),
     )
-    def load(_, weights, scales, *starts):
-        i8, words = ir.IntegerType.get_signless(8), ir.VectorType.get((4,), _i32(0).type)
-        lane = _thread()[2]
-        code_pointer, scale_pointer = utils.memref_ptr(weights), utils.memref_ptr(scales)
-        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape(shape), dtype=object)
+    def load(_, codes, scales, start, *extra):
+        lane, byte = thread_place()[2], ir.IntegerType.get_signless(8)
+        code_pointer, scale_pointer = utils.memref_ptr(codes), utils.memref_ptr(scales)
+        two = ir.VectorType.get((2,), const(0).type)
+        words = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 16)), dtype=object)
+        tables = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 8)), dtype=object)
         for member in range(2):
-            row, start = rows.local(member), starts[member].registers.item()
-            at = _add(_mul(row, 64), _mul(lane, 16))
-            codes = _load(code_pointer, at, words, 16)
-            if kind == "fp4":
-                at = _add(_add(start, lane), _mul(row, pitch))
-                pairs = _expand_fp4(codes, _factor(_load(scale_pointer, at, i8, 1), 126))
-            else:
-                block = arith.shrui(row, _i32(5))
-                if rows.paired and member:
-                    block = arith.subi(block, _i32(rows.height // 64))
-                at = _add(_add(start, arith.shrui(lane, _i32(1))), _mul(block, pitch))
-                pairs = _expand_fp8(codes, _factor(_load(scale_pointer, at, i8, 1), 120))
-            for i, pair in enumerate(pairs):
-                registers[0, i, 0, 0, member, 0, 0, 0, 0] = pair
+            row = rows.local(member)
+            at = add(mul(row, 64), mul(lane, 16))
+            four = load_bytes(code_pointer, at, ir.VectorType.get((4,), const(0).type), 16)
+            for j in range(2):
+                pair = [element(four, 2 * j), element(four, 2 * j + 1)]
+                words[0, j, 0, 0, member, 0, 0, 0, 0] = vector.from_elements(two, pair)
+            at = add(add(start.registers.item(), lane), mul(row, pitch))
+            scale = load_bytes(scale_pointer, at, byte, 1)
+            table = [_factor(scale, 126)] * 2
+            if extra:
+                table = _e4m3_table(scale, member_word(extra[0], member))
+            tables[0, 0, 0, 0, member, 0, 0, 0, 0] = vector.from_elements(two, table)
+        return tuple(
+            fa.FragmentedArray(_registers=r, _layout=fa.WGMMA_LAYOUT, _is_signed=True)
+            for r in (words, tables)
+        )
+
+    return load(codes, scales, start, *extra)
+
+
+def member_word(words: fa.FragmentedArray, member: int, index: int = 0) -> ir.Value:
+    """A word of this thread's row `member` in a [64, 8] container."""
+    return element(words.registers[0, 0, 0, 0, member, 0, 0, 0, 0], index)
+
+
+def _e4m3_table(scale: ir.Value, largest: ir.Value) -> list[ir.Value]:
+    """e4m3 of 0 .5 1 1.5 and of 2 3 4 6 times 2^(scale - largest + TOP); zero below 2^-5."""
+    power = add(arith.subi(arith.extui(const(0).type, scale), largest), const(TOP))
+    kept = arith.cmpi(arith.CmpIPredicate.sge, power, const(-5))
+    low, high = add(mul(power, 0x08080800), const(0x3C383000)), mul(power, 0x08080808)
+    high = add(high, const(0x4C484440))
+    return [arith.select(kept, low, const(0)), arith.select(kept, high, const(0))]
+
+
+def expand_fp4(words: Array, tables: Array, half: int, *, e4m3: bool = False) -> Array:
+    """64 of the 128 columns of `load_fp4`, ready for `plgpu.wgmma`.
+
+    Returns:
+        bf16 [64, 64] * 2^-SHIFT, or e4m3 [64, 64] with the largest scale of a row at 2^TOP: exact
+        down to 2^-11 of that scale, zero below.
+    """
+    shape, layout = (64, 64), plgpu.Layout.WGMMA
+    result = plgpu.ShapeDtypeStruct(shape, jnp.bfloat16, layout=layout)
+    if e4m3:
+        kind = jnp.dtype(jnp.float8_e4m3fn)
+        result = plgpu.ShapeDtypeStruct(shape, kind, layout=plgpu.Layout.WGMMA_8BIT)
+
+    @plgpu.inline_mgpu(arg_types=(layout, layout), return_type=result)
+    def expand(_, words, tables):
+        layout = fa.WGMMA_LAYOUT_8BIT if e4m3 else fa.WGMMA_LAYOUT
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        for member in range(2):
+            table = [member_word(tables, member, index) for index in range(2)]
+            two = words.registers[0, half, 0, 0, member, 0, 0, 0, 0]
+            for j in range(2):
+                word = element(two, j)
+                found = _look_up(word, *table) if e4m3 else _expand_fp4(word, table[0])
+                for p, value in enumerate(found):
+                    registers[0, len(found) * j + p, 0, 0, member, 0, 0, 0, 0] = value
+        return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    return expand(words, tables)
+
+
+def row_exponents(scales, start: Array, *, rows: Rows, pitch: int) -> Array:
+    """Largest scale byte of each of this thread's two rows.
+
+    Args:
+        scales: SMEM uint8, flat, one row of `pitch` bytes for a tile row.
+        start: int32, byte of tile row 0.
+
+    Returns:
+        int32 [64, 8] whose places in the WGMMA layout carry the bytes.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((64, 8), jnp.dtype(jnp.int32), layout=layout),
+    )
+    def largest(_, scales, start):
+        i32, byte = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
+        lane, pointer = thread_place()[2], utils.memref_ptr(scales)
+        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 8)), dtype=object)
+        for member in range(2):
+            at = add(add(start.registers.item(), lane), mul(rows.local(member), pitch))
+            found = const(0)
+            for group in range(0, pitch, 4):
+                value = load_bytes(pointer, add(at, const(group)), byte, 1)
+                found = arith.maxui(found, arith.extui(i32, value))
+            for distance in (1, 2):
+                found = arith.maxui(found, utils.shfl_bfly(found, distance))
+            both = vector.from_elements(ir.VectorType.get((2,), i32), [found, found])
+            registers[0, 0, 0, 0, member, 0, 0, 0, 0] = both
+        return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=True)
+
+    return largest(scales, start)
+
+
+def expand_fp8(codes, scales, starts: tuple[Array, Array], *, rows: Rows, pitch: int) -> Array:
+    """64 columns of e4m3 weights with 32 x 32 block scales, ready for `plgpu.wgmma`.
+
+    Args:
+        codes: SMEM uint8 [height, 64] with CODES["fp8"].
+        scales: GMEM uint8, flat, one row of `pitch` bytes for 32 rows.
+        starts: int32, byte of the first block row and of these columns, for each member.
+
+    Returns:
+        bf16 [64, 64] * 2^-SHIFT.
+    """
+    layout = plgpu.Layout.WGMMA
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(CODES["fp8"]), plgpu.RefType(), SCALAR, SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout),
+    )
+    def expand(_, codes, scales, *starts):
+        byte, words = ir.IntegerType.get_signless(8), ir.VectorType.get((4,), const(0).type)
+        lane = thread_place()[2]
+        code_pointer, scale_pointer = utils.memref_ptr(codes), utils.memref_ptr(scales)
+        registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 64)), dtype=object)
+        for member in range(2):
+            row = rows.local(member)
+            block = arith.shrui(row, const(5))
+            if rows.paired and member:
+                block = arith.subi(block, const(rows.height // 64))
+            at = add(starts[member].registers.item(), mul(block, pitch))
+            turn = arith.andi(shifted(row, -1), const(3))
+            for group in range(2):
+                scale = load_bytes(scale_pointer, add(at, const(group)), byte, 1)
+                factor = _factor(scale, 120)
+                for piece in (2 * group, 2 * group + 1):
+                    chunk = shifted(arith.xori(turn, const(piece)), 4)
+                    found = load_bytes(code_pointer, add(mul(row, 64), chunk), words, 16)
+                    for h, pair in enumerate(_expand_fp8(found, factor, lane)):
+                        registers[0, 2 * piece + h, 0, 0, member, 0, 0, 0, 0] = pair
         return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
-    return load(weights, scales, *starts)
-
-
-def _swiglu(gate: ir.Value, up: ir.Value, route: ir.Value, limit: float) -> ir.Value:
-    """route * (silu(min(gate, limit)) * clamp(up)); a NaN stays a NaN."""
-    f32 = ir.F32Type.get()
-    gate = arith.minimumf(gate, utils.c(limit, f32))
-    up = arith.maximumf(arith.minimumf(up, utils.c(limit, f32)), utils.c(-limit, f32))
-    power = arith.mulf(gate, utils.c(-1.4426950408889634, f32))
-    power = utils.inline_ptx("ex2.approx.f32 $0, $1;", power, result_types=f32)
-    weight = arith.addf(power, utils.c(1.0, f32))
-    weight = utils.inline_ptx("rcp.approx.f32 $0, $1;", weight, result_types=f32)
-    return arith.mulf(arith.mulf(arith.mulf(gate, weight), up), route)
-
-
-def _scaled(values: ir.Value, shift: int) -> ir.Value:
-    """f32 pair * 2^shift."""
-    if not shift:
-        return values
-    kind = ir.VectorType.get((2,), ir.F32Type.get())
-    return arith.mulf(values, vector.broadcast(kind, utils.c(2.0**shift, ir.F32Type.get())))
-
-
-def _rounded(values: ir.Value) -> ir.Value:
-    return arith.truncf(ir.VectorType.get((2,), ir.BF16Type.get()), values)
-
-
-def _store_16(pointer: ir.Value, pairs: list[ir.Value], chunk: ir.Value, line: int) -> None:
-    """Stores 8 x 8 bf16 blocks transposed: pairs[j] of lane l are rows 8 j + 2 (l % 4) + {0, 1},
-    column l / 4.
-
-    Rows have `line` bytes (64 or 128) swizzled by as much; the warp writes 16-byte piece `chunk` of
-    every row.
-    """
-    i32 = ir.IntegerType.get_signless(32)
-    lane = arith.andi(arith.index_cast(i32, gpu.thread_id(gpu.Dimension.x)), _i32(31))
-    base, done = llvm.ptrtoint(i32, pointer), 0
-    while done < len(pairs):
-        count = 1 << min(2, (len(pairs) - done).bit_length() - 1)
-        row = _add(arith.andi(lane, _i32(8 * count - 1)), _i32(8 * done))
-        turn = arith.andi(row, _i32(7)) if line == 128 else arith.andi(_shift(row, -1), _i32(3))
-        address = _add(_mul(row, line), _shift(arith.xori(chunk, turn), 4))
-        names = ", ".join(f"${i + 1}" for i in range(count))
-        utils.inline_ptx(
-            f"stmatrix.sync.aligned.m8n8.x{count}.trans.shared.b16 [$0], {{{names}}};",
-            _add(base, address),
-            *(utils.bitcast(p, i32) for p in pairs[done : done + count]),
-            has_side_effects=True,
-            convergent=True,
-        )
-        done += count
-
-
-def store_swiglu(acc: Array, route, out, first: Array, *, columns: slice, limit: float) -> None:
-    """SwiGLU of the pairs (gate, up) of an accumulator, transposed into SMEM.
-
-    Args:
-        acc: f32 [64, N] * 2^-SHIFT in the WGMMA layout.
-        route: GMEM f32, the routing weights.
-        out: SMEM bf16 [columns, 32] with PAIRED_16.
-        first: int32, index into `route` of accumulator column 0.
-        columns: the columns of `acc` to store, a multiple of 8.
-        limit: bound of the activation's inputs.
-    """
-    types = (plgpu.Layout.WGMMA, plgpu.RefType(), plgpu.RefType(PAIRED_16), SCALAR)
-
-    @plgpu.inline_mgpu(arg_types=types)
-    def store(_, acc, route, out, first):
-        f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
-        pair_type = ir.VectorType.get((2,), f32)
-        warp, _, lane = _thread()
-        start = _add(first.registers.item(), _mul(lane, 2))
-        pointer, pairs = utils.memref_ptr(route), []
-        for j in range(columns.start // 8, columns.stop // 8):
-            gate, up = (
-                arith.extf(
-                    pair_type, _rounded(_scaled(acc.registers[0, j, 0, 0, m, 0, 0, 0, 0], SHIFT))
-                )
-                for m in range(2)
-            )
-            hidden = []
-            for e in range(2):
-                at = arith.extsi(i64, _mul(_add(start, _i32(8 * j + e)), 4))
-                weight = _load(pointer, at, f32, 4)
-                hidden.append(_swiglu(_element(gate, e), _element(up, e), weight, limit))
-            pairs.append(_rounded(vector.from_elements(pair_type, hidden)))
-        _store_16(utils.memref_ptr(out), pairs, arith.andi(warp, _i32(3)), 64)
-        return ()
-
-    store(acc, route, out, first)
-
-
-def store_plain(acc: Array, out, *, columns: slice, shift: int) -> None:
-    """Rows of an accumulator times 2^shift, transposed into SMEM.
-
-    Args:
-        acc: f32 [64, N] in the WGMMA layout, tile rows as Rows(paired=False).
-        out: SMEM bf16 [columns, 64] with PLAIN_16, or f32 [2, columns, 32] with PLAIN_32.
-    """
-    wide = out.dtype == jnp.float32
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(PLAIN_32 if wide else PLAIN_16))
-    )
-    def store(_, acc, out):
-        warp, row, lane = _thread()
-        pointer, warp = utils.memref_ptr(out), arith.andi(warp, _i32(3))
-        blocks = range(columns.start // 8, columns.stop // 8)
-        for member in range(2):
-            values = [_scaled(acc.registers[0, j, 0, 0, member, 0, 0, 0, 0], shift) for j in blocks]
-            chunk = _add(_shift(warp, 1), _i32(member))
-            if not wide:
-                _store_16(pointer, [_rounded(v) for v in values], chunk, 128)
-                continue
-            # 8 channels are two 16-byte pieces of one of the two halves of 32 channels.
-            half, piece = (
-                _shift(chunk, -2),
-                _add(_shift(arith.andi(chunk, _i32(3)), 1), _shift(row, -2)),
-            )
-            base = _add(
-                _mul(half, (columns.stop - columns.start) * 128), _mul(arith.andi(row, _i32(3)), 4)
-            )
-            for j, pair in enumerate(values):
-                for e in range(2):
-                    at = _add(_mul(lane, 2), _i32(8 * j + e))
-                    turned = _shift(arith.xori(piece, arith.andi(at, _i32(7))), 4)
-                    byte = ir.IntegerType.get_signless(8)
-                    address = utils.getelementptr(
-                        pointer, [_add(_add(base, _mul(at, 128)), turned)], byte
-                    )
-                    llvm.store(_element(pair, e), address, alignment=4)
-        return ()
-
-    store(acc, out)
+    return expand(codes, scales, *starts)

@@ -6,27 +6,29 @@ multiplied as one plain product of both halves, SwiGLU after it. Tile shapes cha
 expert gets; the order of K does not.
 """
 
-import dataclasses
+import functools
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels import formats, hopper
+from pallas_kernels import formats, hopper, tiles
 from pallas_kernels.grouped_gemm.reference import swiglu
-from pallas_kernels.hopper import Plan, Product
+from pallas_kernels.tiles import Plan, Product
 
+FEW = 24
+"""Mean rows of an expert up to which reading weights is the bound: then blocks are taller."""
 KINDS = {"uint8": "fp4", "float8_e4m3fn": "fp8", "bfloat16": "bf16"}
 
 
-def plan(rows: int, experts: int, tiles: int) -> Plan:
-    """Tile shape for `rows` rows over `experts` matrices; `tiles` weight tiles of 64 rows a
-    matrix."""
+@functools.cache
+def plan(rows: int, experts: int, weight_tiles: int) -> Plan:
+    """Tile shape for `rows` rows spread evenly over `experts` matrices of `weight_tiles` times 64
+    rows."""
     mean = rows / experts
-    if mean <= 24 and tiles % 4 == 0:
-        return Plan(16 if mean <= 4 else 32, groups=4)
-    if mean <= 96:
-        return Plan(128)
-    return Plan(256, cluster=2 if tiles % 4 == 0 else 1)
+    groups = 4 if mean <= FEW and weight_tiles % 4 == 0 else 2
+    items = experts * weight_tiles / groups
+    tile = tiles.best_rows(lambda n: items * tiles.expected_tiles(mean, n))
+    return Plan(min(tile, 64) if groups == 4 else tile, groups)
 
 
 def _multiply(
@@ -34,30 +36,31 @@ def _multiply(
     values: Shaped[Array, "experts *out stored"],
     scales: Shaped[Array, "experts ..."] | None,
     group_sizes: Int32[Array, " experts"],
-    route: Float[Array, " rows"],
+    route: Float[Array, " rows"] | None,
     limit: float | None,
     shape: Plan | None,
+    e4m3: bool = False,
 ) -> Float[Array, "rows out"]:
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"rows are {x.dtype}, the kernel takes bfloat16")
     kind = KINDS.get(values.dtype.name)
-    if kind is None:
-        raise NotImplementedError(f"weights are {values.dtype}, the kernel takes fp4, fp8 or bf16")
+    if kind is None or (e4m3 and kind != "fp4"):
+        raise NotImplementedError(f"no kernel for {values.dtype} weights")
     matrix = values[0].size // values.shape[-1]
-    product = Product(kind, *x.shape, matrix, limit)
+    product = Product(kind, *x.shape, matrix, limit, e4m3=e4m3)
     shape = shape or plan(x.shape[0], values.shape[0], matrix // 64)
-    if kind == "bf16" and shape.rows == 256:
-        shape = dataclasses.replace(shape, rows=128, cluster=1)
-    hopper.check(product, shape, single=False)
+    tiles.check(product, shape, single=False)
     if kind == "fp8" and product.width % 32:
         raise NotImplementedError(f"{product.width} channels do not fill blocks of 32")
-    flat = jnp.zeros((128,), jnp.uint8)
+    flat, row_scale = jnp.zeros((128,), jnp.uint8), None
     if scales is not None:
         flat = formats.scale_bytes(scales).reshape(-1)
     if kind == "fp8":
         values = values.view(jnp.uint8)
+    if e4m3:
+        x, row_scale = formats.one_scale_a_row(x)
     weights = values.reshape(-1, values.shape[-1])
-    return hopper.multiply(x, weights, flat, group_sizes, route, product, shape)
+    return hopper.multiply(x, weights, flat, group_sizes, route, product, shape, row_scale)
 
 
 def gate_up(
@@ -70,16 +73,18 @@ def gate_up(
     limit: float,
     act_quant: bool,
     shape: Plan | None = None,
+    e4m3: bool = False,
 ) -> Float[Array, "rows inner"]:
-    """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape."""
+    """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape, `e4m3` multiplies
+    in FP8 (hopper_fp8.py)."""
     real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     route = jnp.where(real, route_weight, 0.0)
-    x = formats.round_trip_activations(x) if act_quant else x
+    x = formats.round_trip_activations(x) if act_quant and not e4m3 else x
     if values.dtype == jnp.bfloat16:
-        both = _multiply(x, values, scales, group_sizes, route, None, shape)
+        both = _multiply(x, values, scales, group_sizes, None, None, shape)
         gate, up = jnp.split(both, 2, axis=1)
         return swiglu(gate, up, route, limit).astype(x.dtype)
-    return _multiply(x, values, scales, group_sizes, route, limit, shape)
+    return _multiply(x, values, scales, group_sizes, route, limit, shape, e4m3)
 
 
 def down(
@@ -90,8 +95,8 @@ def down(
     *,
     act_quant: bool,
     shape: Plan | None = None,
+    e4m3: bool = False,
 ) -> Float[Array, "rows out"]:
-    """See pallas_kernels.grouped_gemm.down; `shape` overrides the tile shape."""
-    h = formats.round_trip_activations(h) if act_quant else h
-    route = jnp.zeros((h.shape[0],), jnp.float32)
-    return _multiply(h, values, scales, group_sizes, route, None, shape)
+    """See pallas_kernels.grouped_gemm.down; `shape` and `e4m3` as for gate_up."""
+    h = formats.round_trip_activations(h) if act_quant and not e4m3 else h
+    return _multiply(h, values, scales, group_sizes, None, None, shape, e4m3)

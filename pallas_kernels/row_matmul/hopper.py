@@ -13,29 +13,25 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels import formats, hopper
-from pallas_kernels.hopper import STEP, Plan, Product
+from pallas_kernels import formats, hopper, tiles
+from pallas_kernels.tiles import STEP, Plan, Product
 
 TERMS = 3
-CHANNELS = 32
+CHANNELS = 8
 """Channels come in multiples of this; fewer are padded."""
 
 
 def plan(rows: int, channels: int, splits: int) -> Plan:
-    """Tile shape for this many rows; wide tiles once they fill the chip."""
-    for tile in (16, 32, 64):
-        if rows <= tile:
-            return Plan(tile)
-    tiles = -(-channels // 128) * splits
-    if tiles * -(-rows // 256) < 132:
-        return Plan(128)
-    return Plan(256, cluster=1 if -(-channels // 128) % 2 else 2)
+    """Tile shape for this many rows."""
+    items, most = -(-channels // 128) * splits, 256 if splits == 1 else 128
+    most = min(most, -(-rows // 8) * 8)
+    return Plan(tiles.best_rows(lambda n: items * -(-rows // n), most))
 
 
 def parts_of_k(channels: int, k: int) -> int:
     """Parts of K, so that narrow products fill the chip; a function of the weight alone."""
     tiles, steps = -(-channels // 128), k // STEP
-    wanted = 16 if tiles == 1 else 8 if tiles <= 4 else 4 if tiles <= 12 else 1
+    wanted = 16 if tiles == 1 else 4 if tiles <= 4 else 2 if tiles <= 12 else 1
     while wanted > 1 and (steps % wanted or steps // wanted < 4):
         wanted //= 2
     return wanted
@@ -79,21 +75,19 @@ def matmul(
         raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
     channels = w.shape[0]
     if kind == "fp8" and channels % CHANNELS:
-        raise NotImplementedError(f"{channels} channels do not fill blocks of {CHANNELS}")
+        raise NotImplementedError(f"{channels} channels are not a multiple of {CHANNELS}")
     stacked = terms(w) if w.dtype == jnp.float32 else w[None]
     if channels % CHANNELS:
         stacked = jnp.pad(stacked, ((0, 0), (0, -channels % CHANNELS), (0, 0)))
     count, padded, _ = stacked.shape
     splits = parts_of_k(count * padded, k)
     direct = splits * count == 1 and padded == channels
-    direct = direct and (jnp.dtype(out_dtype) == jnp.float32 or channels % (2 * CHANNELS) == 0)
     product = Product(
         kind, rows, k, count * padded, splits=splits, out_dtype=out_dtype if direct else jnp.float32
     )
     shape = shape or plan(rows, product.width, splits)
-    hopper.check(product, shape, single=True)
-    sizes, route = jnp.full((1,), rows, jnp.int32), jnp.zeros((rows,), jnp.float32)
-    out = hopper.multiply(x, stacked.reshape(-1, k), flat, sizes, route, product, shape)
+    tiles.check(product, shape, single=True)
+    out = hopper.multiply(x, stacked.reshape(-1, k), flat, None, None, product, shape)
     if direct:
         return out
     out = out.reshape(splits, rows, count, padded)[..., :channels]
