@@ -109,7 +109,10 @@ class _Walk:
         for var in jaxpr.constvars:
             env[var] = _Value(_bytes(var.aval), stored=True)
         outside, until = set(env.values()), {}
+        used = _used(jaxpr)
         for i, eqn in enumerate(jaxpr.eqns):
+            if not used[i]:
+                continue
             self.equation(eqn, env, times, _join(scope, eqn), dynamic)
             self.work.peak = max(self.work.peak, sum(value.size for value in self.alive))
             for var in eqn.outvars:
@@ -253,6 +256,18 @@ def _bodies(eqn: Any):
                 body = params[key]
                 yield getattr(body, "jaxpr", body), 0, 1, False
                 return
+
+
+def _used(jaxpr: Any) -> list[bool]:
+    """Which equations the outputs need; the compiler drops the others."""
+    needed = {var for var in jaxpr.outvars if _is_var(var)}
+    used = []
+    for eqn in reversed(jaxpr.eqns):
+        lasting = any(type(effect).__name__ != "NamedAxisEffect" for effect in eqn.effects)
+        used.append(lasting or any(var in needed for var in eqn.outvars))
+        if used[-1]:
+            needed.update(var for var in eqn.invars if _is_var(var))
+    return used[::-1]
 
 
 def _counted(eqn: Any) -> int | None:
