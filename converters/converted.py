@@ -19,6 +19,8 @@ import tensorstore as ts
 
 from converters import names, store
 from converters import safetensors_io as st
+from converters.grid import Grid, Region
+from converters.shards import ShardReader
 from converters.source import CheckpointError
 from deepinfer_jax.config import ModelConfig
 
@@ -53,30 +55,35 @@ class Converted:
             self._open[path] = found
         return self._open[path]
 
-    def read(self, path: str, region: store.Region) -> np.ndarray:
+    def read(self, path: str, region: Region) -> np.ndarray:
         """A region of a leaf; reads the chunks that it touches and no others."""
-        return self._result(path, self.leaf(path)[region].read())
-
-    def slices(self, entry: names.Entry, limit: int) -> Iterator[np.ndarray]:
-        """A tensor in row slices of at most `limit` bytes, the next one read ahead."""
-        param = self.table.params[entry.leaf]
-        row_bytes = math.prod(entry.shape[1:]) * np.dtype(param.dtype).itemsize
-        leaf = self.leaf(entry.leaf)[entry.index]
-        ahead = None
-        for begin, end in st.row_slices(entry.shape[0], row_bytes, limit):
-            coming = leaf[begin:end].read()
-            if ahead is not None:
-                yield self._result(entry.leaf, ahead)
-            ahead = coming
-        if ahead is not None:
-            yield self._result(entry.leaf, ahead)
-
-    def _result(self, path: str, future: Any) -> np.ndarray:
         try:
-            return store.wait(future)
+            return store.wait(self.leaf(path)[region].read())
         except OSError as error:
             where = self.path / WEIGHTS / store.folder_name(path)
             raise CheckpointError([f"{where}: {error}"]) from error
+
+    def slices(self, entry: names.Entry, limit: int) -> Iterator[np.ndarray]:
+        """A tensor in row slices of at most `limit` bytes; what is read is what is returned."""
+        leaf, param = self.leaf(entry.leaf), self.table.params[entry.leaf]
+        layout = leaf.chunk_layout
+        cut = Grid(param.shape, layout.write_chunk.shape, layout.read_chunk.shape)
+        itemsize, stack = np.dtype(param.dtype).itemsize, len(entry.index)
+        row_bytes = math.prod(entry.shape[1:]) * itemsize
+        number = [i // size for i, size in zip(entry.index, cut.shard, strict=False)]
+        at = tuple(i % size for i, size in zip(entry.index, cut.shard, strict=False))
+        folder = self.path / WEIGHTS / store.folder_name(entry.leaf) / "c"
+        for first in range(0, entry.shape[0], cut.shard[stack]):
+            numbers = [*number, first // cut.shard[stack], *[0] * (len(entry.shape) - 1)]
+            rows = min(cut.shard[stack], entry.shape[0] - first)
+            try:
+                with ShardReader(folder.joinpath(*map(str, numbers)), cut, itemsize) as shard:
+                    for begin, end in st.row_slices(rows, row_bytes, limit):
+                        out = np.empty((end - begin, *entry.shape[1:]), param.dtype)
+                        shard.fill(at, begin, out)
+                        yield out
+            except OSError as error:
+                raise CheckpointError([str(error)]) from error
 
     @property
     def is_slice(self) -> bool:

@@ -20,7 +20,7 @@ import math
 import shutil
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
@@ -34,6 +34,7 @@ from converters.check import examine
 from converters.converted import FORMAT, FORMAT_VERSION, MANIFEST, SOURCE, TOKEN_MAP, WEIGHTS
 from converters.progress import Progress
 from converters.recipes import raw
+from converters.shards import ShardWriter
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, Source, resolve
 from converters.target import Target, refuse_nesting
 from converters.token_map import token_map
@@ -182,10 +183,14 @@ class _Conversion:
                 with ExitStack() as stack:
                     writer = None
                     if piece.key not in self._target.done:
-                        shard = store.ShardWriter(file, chain.cut, piece.shape, itemsize)
+                        shard = ShardWriter(file, chain.cut, piece.shape, itemsize)
                         writer = stack.enter_context(shard)
                     for part in piece.parts:
-                        self._stream(reader, part, param.dtype, hasher, writer)
+                        for begin, block in self._blocks(reader, part, param.dtype):
+                            hasher.update(raw(block))
+                            if writer is not None:  # else it is there, and only the digest is not
+                                writer.write(part.at, begin, block)
+                            self._progress.advance(block.nbytes, chain.leaf)
                         if part.last:
                             digests[part.entry.name] = hasher.hexdigest()
                             hasher = hashlib.sha256()
@@ -193,22 +198,19 @@ class _Conversion:
                         writer.finish()
                 self._land(piece, file, digests)
 
-    def _stream(
-        self, reader: st.Reader, part: plan.Part, dtype: str, hasher: Any, writer: Any
-    ) -> None:
-        """Rows of one tensor, a block at a time: read, hash, write (not again if it is there)."""
+    def _blocks(
+        self, reader: st.Reader, part: plan.Part, dtype: str
+    ) -> Iterator[tuple[int, np.ndarray]]:
+        """(first row within the part, rows), a block at a time, in one buffer."""
         recipe, shape = self._job.recipes[part.entry.name], part.entry.shape[1:]
         row_bytes = math.prod(shape) * np.dtype(dtype).itemsize
         rows = part.end - part.begin
-        scratch = np.empty((min(rows, max(1, self._block // row_bytes)), *shape), dtype)
+        buffer = np.empty((min(rows, max(1, self._block // row_bytes)), *shape), dtype)
         for begin, end in st.row_slices(rows, row_bytes, self._block):
             self._workers.check()
-            block = scratch[: end - begin]
+            block = buffer[: end - begin]
             recipe.fill(reader, part.begin + begin, part.begin + end, block)
-            hasher.update(raw(block))
-            if writer is not None:
-                writer.rows(part.at, begin, block)
-            self._progress.advance(block.nbytes, part.entry.leaf)
+            yield begin, block
 
     def _land(self, piece: plan.Piece, file: Path, digests: Mapping[str, str]) -> None:
         """Queue a finished piece for the journal."""

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from converters import names, recipes, store
+from converters import names, recipes
 from converters.check import Checked
+from converters.grid import Grid, Region, grid
 from converters.source import CheckpointError
 from deepinfer_jax.config import ModelConfig
 
@@ -50,7 +51,7 @@ class Piece:
 
     leaf: str
     file: str
-    region: store.Region
+    region: Region
     parts: tuple[Part, ...]
 
     @property
@@ -97,7 +98,7 @@ class Chain:
     """
 
     leaf: str
-    cut: store.Grid
+    cut: Grid
     pieces: tuple[Piece, ...]
 
 
@@ -105,7 +106,7 @@ def chains(table: names.Table, shard_bytes: int) -> Iterator[Chain]:
     """All work, in the order of the tree."""
     for leaf, entries in table.by_leaf.items():
         stack = len(entries[0].index)
-        cut = store.grid(table.params[leaf], stack, shard_bytes)
+        cut = grid(table.params[leaf], stack, shard_bytes)
         by_index = {entry.index: entry for entry in entries}
         linked: list[Piece] = []
         for piece in _pieces(leaf, cut, stack, by_index):
@@ -117,7 +118,7 @@ def chains(table: names.Table, shard_bytes: int) -> Iterator[Chain]:
 
 
 def _pieces(
-    leaf: str, cut: store.Grid, stack: int, by_index: Mapping[tuple[int, ...], names.Entry]
+    leaf: str, cut: Grid, stack: int, by_index: Mapping[tuple[int, ...], names.Entry]
 ) -> Iterator[Piece]:
     for file, region in cut.shards():
         lead, rows = region[:stack], region[stack]

@@ -29,8 +29,8 @@ from converters.workers import Workers, default
 
 MIB = 2**20
 SHARD_BYTES = 5 * 10**9
-SLICE_BYTES = 64 * MIB
-COPIES = 10  # of a slice in a worker: this one and the next, each read, decoded and gathered
+SLICE_BYTES = MIB  # about a processor's second-level cache
+COPIES = 4  # of a worker's slice: read, gathered from chunks, written, one to spare
 
 
 @dataclasses.dataclass(frozen=True)

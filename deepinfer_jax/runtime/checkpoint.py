@@ -16,6 +16,7 @@ import numpy as np
 from converters import converted, store
 from converters import safetensors_io as st
 from converters.check import Checked, examine
+from converters.grid import Region
 from converters.source import CheckpointError, resolve
 from converters.token_map import token_map
 from deepinfer_jax import spec
@@ -38,7 +39,7 @@ class Checkpoint(NamedTuple):
 class Reader(Protocol):
     """Gives regions of leaves as they are stored."""
 
-    def read(self, path: str, region: store.Region) -> np.ndarray: ...
+    def read(self, path: str, region: Region) -> np.ndarray: ...
 
 
 class Official:
@@ -47,7 +48,7 @@ class Official:
     def __init__(self, checked: Checked):
         self._checked, self._reader = checked, st.Reader()
 
-    def read(self, path: str, region: store.Region) -> np.ndarray:
+    def read(self, path: str, region: Region) -> np.ndarray:
         """Reads whole rows: a tensor is stored by rows, so a column slice costs its rows."""
         table = self._checked.table
         param, entries = table.params[path], table.by_leaf[path]

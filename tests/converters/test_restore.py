@@ -8,6 +8,8 @@ import pytest
 import tensorstore as ts
 
 from converters import store
+from converters.grid import Region, grid
+from converters.shards import ShardWriter
 from deepinfer_jax import spec
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import checkpoint as checkpoints
@@ -31,7 +33,7 @@ class Folder:
             n: store.open_leaf(path, n, p, store.context(4)) for n, (p, _) in LEAVES.items()
         }
 
-    def read(self, path: str, region: store.Region) -> np.ndarray:
+    def read(self, path: str, region: Region) -> np.ndarray:
         return self.leaves[path][region].read().result()
 
 
@@ -39,14 +41,14 @@ class Folder:
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("store")
     for name, (param, stack) in LEAVES.items():
-        cut = store.grid(param, stack, 2**20)
+        cut = grid(param, stack, 2**20)
         store.create(path, name, param, cut)
         for file, region in cut.shards():
             data = values(name)[region]
-            with store.ShardWriter(path / name / file, cut, data.shape, data.itemsize) as writer:
+            with ShardWriter(path / name / file, cut, data.shape, data.itemsize) as writer:
                 for at in np.ndindex(*data.shape[:stack]):
                     for begin in range(0, data.shape[stack], 300):
-                        writer.rows(at, begin, data[at][begin : begin + 300])
+                        writer.write(at, begin, data[at][begin : begin + 300])
                 writer.finish()
     return Folder(path)
 

@@ -12,10 +12,12 @@ import numpy as np
 import orbax.checkpoint as ocp
 import pytest
 
-from converters import check, from_hf, store, synthetic, to_hf
+from converters import check, from_hf, synthetic, to_hf
 from converters import safetensors_io as st
 from converters.converted import open_converted
+from converters.grid import grid
 from converters.progress import Progress
+from converters.shards import crc32c
 from converters.source import CheckpointError
 from deepinfer_jax import spec
 from deepinfer_jax.runtime import checkpoint as checkpoints
@@ -184,7 +186,7 @@ def test_manifest_and_token_map_must_fit(converted, tmp_path, edit):
 
 def test_crc32c():
     """The check value of the polynomial's catalogue entry."""
-    assert store.crc32c(b"123456789") == 0xE3069283
+    assert crc32c(b"123456789") == 0xE3069283
 
 
 @pytest.mark.parametrize(
@@ -201,7 +203,7 @@ def test_crc32c():
 )
 def test_grids(shape, axes, stack):
     """Shards tile a leaf in whole rows within their size; chunks divide them, one expert each."""
-    cut = store.grid(spec.Param(shape, "uint8", axes), stack, 2**26)
+    cut = grid(spec.Param(shape, "uint8", axes), stack, 2**26)
     assert all(s % c == 0 for s, c in zip(cut.shard, cut.chunk, strict=True))
     assert cut.chunk[:stack] == (1,) * stack
     assert all(s >= n for s, n in zip(cut.shard[stack + 1 :], shape[stack + 1 :], strict=True))
