@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 OPERATIONS = ("mla_attention", "grouped_gemm", "index_topk", "row_matmul")
-NAMES = ("auto", "reference", "xla", "hopper", "blackwell")
+NAMES = ("auto", "reference", "xla", "hopper", "hopper_fp8", "blackwell")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,6 +90,7 @@ class Implementation:
         platforms: jax platform names it runs on; empty means any.
         capability: least CUDA compute capability; None means any.
         below: compute capability from which on it does not run; None means no limit.
+        by_name: platforms on which "auto" passes it over: it must be asked for.
     """
 
     name: str
@@ -97,9 +98,12 @@ class Implementation:
     platforms: tuple[str, ...] = ()
     capability: tuple[int, int] | None = None
     below: tuple[int, int] | None = None
+    by_name: tuple[str, ...] = ()
 
-    def misfit(self, target: "Target") -> str | None:
-        """Why it cannot run on the target, or None."""
+    def misfit(self, target: "Target", requested: str = "auto") -> str | None:
+        """Why it is not taken on the target, or None."""
+        if requested == "auto" and target.platform in self.by_name:
+            return f"on {target.platform} only by name"
         if self.platforms and target.platform not in self.platforms:
             return f"needs platform {' or '.join(self.platforms)}, this is {target.platform}"
         if self.capability is None:
@@ -217,7 +221,7 @@ def call(
     declined: list[tuple[str, str]] = []
     choices = _recorder.get()
     for candidate in candidates:
-        reason = candidate.misfit(here)
+        reason = candidate.misfit(here, requested)
         if reason is None:
             try:
                 out = getattr(importlib.import_module(candidate.module), function)(*args, **kwargs)

@@ -171,7 +171,7 @@ def store_plain(acc: Array, out, *, columns: slice, shift: int) -> None:
         acc: f32 [64, N] in the WGMMA layout, tile rows as Rows(paired=False).
         out: SMEM bf16 [columns, 64] with PLAIN_16, or f32 [2, columns, 32] with PLAIN_32.
     """
-    wide = out.dtype == jnp.float32
+    wide, out_rows = out.dtype == jnp.float32, out.shape[-2]
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.Layout.WGMMA, plgpu.RefType(PLAIN_32 if wide else PLAIN_16))
@@ -191,9 +191,7 @@ def store_plain(acc: Array, out, *, columns: slice, shift: int) -> None:
                 shifted(chunk, -2),
                 add(shifted(arith.andi(chunk, const(3)), 1), shifted(row, -2)),
             )
-            base = add(
-                mul(half, (columns.stop - columns.start) * 128), mul(arith.andi(row, const(3)), 4)
-            )
+            base = add(mul(half, out_rows * 128), mul(arith.andi(row, const(3)), 4))
             for j, pair in enumerate(values):
                 for e in range(2):
                     at = add(mul(lane, 2), const(8 * j + e))

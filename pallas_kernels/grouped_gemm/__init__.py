@@ -9,6 +9,9 @@ With `act_quant` the input of each product first goes through e4m3 with a scale 
 Weights are MXFP4 (uint8, two codes a byte, one e8m0 scale for 32 columns), e4m3 with 32 x 32 block
 scales, or bf16 / f32 without scales (V4.1 report 2.5, inference/model.py Expert). Rows past
 sum(group_sizes) give zeros, whatever they hold; a row's result does not depend on the other rows.
+
+`hopper_fp8` multiplies in FP8 and is taken by name only: it keeps one scale a row of x, so the
+smallest values of a row round once more than the released code has them.
 """
 
 from jaxtyping import Array, Float, Int32, Shaped
@@ -16,6 +19,9 @@ from jaxtyping import Array, Float, Int32, Shaped
 from pallas_kernels import Implementation, call
 
 IMPLEMENTATIONS = (
+    Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
+    Implementation("hopper_fp8", f"{__name__}.hopper_fp8", ("gpu",), (9, 0), (10, 0), ("gpu",)),
+    Implementation("blackwell", f"{__name__}.blackwell", ("gpu",), (10, 0), (11, 0)),
     Implementation("xla", f"{__name__}.xla"),
     Implementation("reference", f"{__name__}.reference"),
 )

@@ -25,10 +25,12 @@ def plan(rows: int, experts: int, weight_tiles: int) -> Plan:
     """Tile shape for `rows` rows spread evenly over `experts` matrices of `weight_tiles` times 64
     rows."""
     mean = rows / experts
-    groups = 4 if mean <= FEW and weight_tiles % 4 == 0 else 2
+    groups = 2
+    if mean <= FEW:
+        groups = 3 if weight_tiles % 3 == 0 else 4 if weight_tiles % 4 == 0 else 2
     items = experts * weight_tiles / groups
     tile = tiles.best_rows(lambda n: items * tiles.expected_tiles(mean, n))
-    return Plan(min(tile, 64) if groups == 4 else tile, groups)
+    return Plan(tile if groups == 2 else min(tile, 64), groups)
 
 
 def _multiply(

@@ -11,7 +11,12 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import Implementation, call
 
-IMPLEMENTATIONS = (Implementation("reference", f"{__name__}.reference"),)
+IMPLEMENTATIONS = (
+    Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
+    Implementation("blackwell", f"{__name__}.blackwell", ("gpu",), (10, 0), (11, 0)),
+    Implementation("xla", f"{__name__}.xla", by_name=("cpu",)),
+    Implementation("reference", f"{__name__}.reference"),
+)
 
 
 def matmul(
