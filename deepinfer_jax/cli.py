@@ -141,13 +141,13 @@ def _print(llm: Any, prompts: list[str], params: Any, as_json: bool) -> int:
         for result in results:
             print(json.dumps(_plain(result), ensure_ascii=False))
     elif len(prompts) == 1 and params.n == 1:
-        shown, result = 0, None
+        shown, results = 0, []
         for result in llm.stream(prompts, params):
+            results = [result]
             text = result.outputs[0].text
             print(text[shown:], end="", flush=True)
             shown = len(text)
         print()
-        results = [result]
     else:
         results = llm.generate(prompts, params)
         for result in results:

@@ -275,7 +275,7 @@ _PRESETS: dict[str, Numerics] = {
 
 
 def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
-    """A JSON value as the field's type; JSON writes whole floats as integers and tuples as lists."""
+    """A JSON value as the field's type: JSON has whole floats as integers, tuples as lists."""
     whole = isinstance(value, int) and not isinstance(value, bool)
     if field.type is float and (whole or isinstance(value, float)):
         return float(value)

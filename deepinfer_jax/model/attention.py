@@ -15,6 +15,8 @@ A source layer (`full`) first writes its compressed entries and index keys; that
 `produce`, which bounded replay runs for prompt rows that go no further.
 """
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -25,8 +27,7 @@ from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import compressor, indexer, quant, rope
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.compressor import CompressorWeights
-from deepinfer_jax.model.indexer import IndexerWeights, Selection
+from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.linear import dequantise, linear, linear_total
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
@@ -42,6 +43,7 @@ class AttentionWeights:
     wo_b [d, groups o_rank].
 
     Dense matrices FP8; q_norm [q_rank], kv_norm [c] bfloat16; sink [heads] float32.
+    compressor, indexer: CompressorWeights, IndexerWeights, or None by the layer's mode.
     """
 
     wq_a: Leaf
@@ -52,8 +54,8 @@ class AttentionWeights:
     wo_a: Leaf
     wo_b: Leaf
     sink: Leaf
-    compressor: CompressorWeights | None
-    indexer: IndexerWeights | None
+    compressor: Leaf
+    indexer: Leaf
 
 
 def abstract(cfg: ModelConfig, plan: LayerPlan) -> AttentionWeights:
@@ -111,7 +113,7 @@ def attention(
         source, index, ring = caches.recall(
             ring, window, rows, position, lookback=setup.cfg.sliding_window - 1
         )
-        cache = cache.replace(window=_replaced(cache.window, plan.index, ring))
+        cache = dataclasses.replace(cache, window=_replaced(cache.window, plan.index, ring))
         selected = selected_index = None
         if plan.ratio > 0 and selection is not None:
             store = cache.entries[setup.cfg.kv_source_layer_ids.index(plan.kv_source)]
@@ -196,7 +198,8 @@ def produce(
                 place = caches.pool_index(rows.pages, jax.tree.leaves(store)[0].shape[1])
                 pool = load(caches.flat_pool(store), setup.dtype)
                 capture.add(name, plan.index, pool[jnp.maximum(place, 0)])
-        return cache.replace(
+        return dataclasses.replace(
+            cache,
             entries=_replaced(cache.entries, source, entries),
             keys=_replaced(cache.keys, source, keys),
             open=_replaced(cache.open, source, ring),

@@ -18,7 +18,6 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, engram, hyper, moe
 from deepinfer_jax.model.attention import AttentionWeights
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.engram import EngramWeights
 from deepinfer_jax.model.hyper import HyperWeights
 from deepinfer_jax.model.moe import MoEWeights
 from deepinfer_jax.model.norm import rms_norm
@@ -29,7 +28,7 @@ from deepinfer_jax.spec import Leaf, norm
 
 @flax.struct.dataclass
 class BlockWeights:
-    """Weights of one backbone layer or draft stage; engram where the layer has one."""
+    """Weights of one backbone layer or draft stage; engram: EngramWeights or None."""
 
     hc_attn: HyperWeights
     attn_norm: Leaf
@@ -37,7 +36,7 @@ class BlockWeights:
     hc_ffn: HyperWeights
     ffn_norm: Leaf
     ffn: MoEWeights
-    engram: EngramWeights | None
+    engram: Leaf
 
 
 @flax.struct.dataclass

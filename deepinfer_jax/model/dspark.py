@@ -13,6 +13,8 @@ where x_i is the collapsed, un-normalised state; the previous token is a for row
 ones.
 """
 
+import dataclasses
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -98,7 +100,7 @@ def remember(
             )
             for ring, stage in zip(cache.draft, weights.stages, strict=True)
         )
-        return cache.replace(draft=rings)
+        return dataclasses.replace(cache, draft=rings)
 
 
 def draft_block(

@@ -108,7 +108,7 @@ def table_rows(
         layer: hash_rows(history, pad, constants)
         for layer, constants in hash_constants(cfg).items()
     }
-    return found, cache.replace(classes=ring)
+    return found, dataclasses.replace(cache, classes=ring)
 
 
 def hash_rows(

@@ -37,8 +37,8 @@ class IndexerWeights:
 
     wq_b: Leaf
     weights_proj: Leaf
-    wk: Leaf | None
-    k_norm: Leaf | None
+    wk: Leaf
+    k_norm: Leaf
 
 
 @flax.struct.dataclass
@@ -47,7 +47,7 @@ class Selection:
     blocks] or None."""
 
     entries: Leaf
-    blocks: Leaf | None
+    blocks: Leaf
 
 
 def abstract(cfg: ModelConfig, owns_keys: bool) -> IndexerWeights:
@@ -129,11 +129,11 @@ def select(
             pool=pool,
             implementation=setup.kernels["index_topk"],
         )
-        chosen, blocks = picked if pool is not None else (picked, limit)
+        chosen, blocks = picked if isinstance(picked, tuple) else (picked, limit)
         selection = Selection(from_rectangle(rows, chosen), blocks)
         capture.add("index_topk", plan.index, selection.entries)
-        if pool is not None and capture.wants("candidates"):
-            capture.add("candidates", plan.index, from_rectangle(rows, blocks))
+        if isinstance(picked, tuple) and capture.wants("candidates"):
+            capture.add("candidates", plan.index, from_rectangle(rows, picked[1]))
         return selection
 
 

@@ -16,6 +16,7 @@ because what lies behind is read from one source's compressed entries (V4.1 repo
 reference runs every row through every layer; so does `forward`.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -41,13 +42,11 @@ from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.block import BlockWeights, Hidden
 from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.dspark import DraftWeights
 from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
-from deepinfer_jax.model.vision import VisionWeights
 from deepinfer_jax.schedule import LayerPlan
 from deepinfer_jax.spec import Leaf, Param, norm, plain
 
@@ -56,6 +55,7 @@ from deepinfer_jax.spec import Leaf, Param, norm, plain
 class Weights:
     """embed, head [vocab, d], norm [d], image vectors [d]; bfloat16.
 
+    draft: DraftWeights, vision: VisionWeights; None where the checkpoint has none.
     token_map: int32 [vocab], token id -> n-gram class; made from the tokenizer, not a tensor of the
     checkpoint.
     """
@@ -67,9 +67,9 @@ class Weights:
     image_end: Leaf
     image_newline: Leaf
     layers: tuple[BlockWeights, ...]
-    draft: DraftWeights | None
-    vision: VisionWeights | None
-    token_map: Leaf | None = None
+    draft: Leaf
+    vision: Leaf
+    token_map: Leaf = None
 
 
 @flax.struct.dataclass
@@ -80,7 +80,7 @@ class Trunk:
     hidden: Hidden
     rows: Rows
     cache: Cache
-    taps: Leaf | None
+    taps: Leaf
 
 
 def abstract(cfg: ModelConfig) -> Weights:
@@ -183,7 +183,9 @@ def weight_specs(setup: Setup, weights: Weights) -> Weights:
     }
     if weights.token_map is not None:
         parts["token_map"] = Param(weights.token_map.shape, "int32", (None,))
-    return parallel.specs(parallel.placed(declared.replace(**parts), setup.layout), setup.layout)
+    return parallel.specs(
+        parallel.placed(dataclasses.replace(declared, **parts), setup.layout), setup.layout
+    )
 
 
 def _over_sequences(
@@ -251,7 +253,7 @@ def trunk(
     border = cfg.decoder_start
     for plan, layer in zip(cfg.plan, weights.layers, strict=True):
         removed = keep is not None and plan.index >= border
-        if removed and plan.index == border:
+        if keep is not None and plan.index == border:
             cache = _produce_only(setup, plan, layer, hidden, rows, cache, capture)
             if keep == 0:
                 break
@@ -262,7 +264,7 @@ def trunk(
             if plan.engram:
                 capture.add("engram_rows", plan.index, table_rows[plan.index])
                 streams = engram.engram(setup, layer.engram, table_rows[plan.index], hidden.streams)
-                hidden = hidden.replace(streams=streams)
+                hidden = dataclasses.replace(hidden, streams=streams)
                 capture.add("after_engram", plan.index, streams)
             if plan.tap:
                 taps.append(

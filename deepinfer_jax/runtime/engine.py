@@ -315,7 +315,7 @@ def _paired(
     params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[tuple[Prompt, SamplingParams]]:
     """Each prompt with its parameters. Raises ValueError for what is neither text nor ids."""
-    items = [prompts] if isinstance(prompts, str) else list(prompts)
+    items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
     if items and all(isinstance(item, int | np.integer) for item in items):
         items = [items]
     for number, item in enumerate(items):

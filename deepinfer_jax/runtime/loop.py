@@ -366,13 +366,14 @@ class Loop:
         wanted = sample.params.prompt_logprobs
         if wanted is None or found.prompt is None:
             return
-        if sample.request.prompt_logprobs is None:
-            sample.request.prompt_logprobs = [None] * len(sample.prompt)
+        listed = sample.request.prompt_logprobs
+        if listed is None:
+            listed = sample.request.prompt_logprobs = [None for _ in sample.prompt]
         logprob, ids, values = (leaf[place] for leaf in found.prompt)
         for at in range(chunk.count):
             position = chunk.start + at + 1
             if position < len(sample.prompt):
-                sample.request.prompt_logprobs[position] = entry(
+                listed[position] = entry(
                     sample.prompt[position], float(logprob[at]), ids[at], values[at], wanted
                 )
 

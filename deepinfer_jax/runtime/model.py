@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
@@ -25,7 +24,7 @@ from pallas_kernels import Kernels
 
 
 class ForwardOutput(NamedTuple):
-    """logits f32 [batch, seq, vocab]; captured: name -> layer -> array, rows as [batch, seq, ...]."""
+    """logits f32 [batch, seq, vocab]; captured: name -> layer -> array, rows as [batch, seq, ..]"""
 
     logits: Float32[Array, "batch seq vocab"]
     captured: dict[str, dict[int, Array]]

@@ -42,7 +42,7 @@ class State:
     done: Leaf
     drafts: Leaf
     confidence: Leaf
-    draft_weights: Leaf | None
+    draft_weights: Leaf
     grammar: GrammarState
 
 

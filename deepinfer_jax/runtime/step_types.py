@@ -32,11 +32,14 @@ class Options(NamedTuple):
 
 @flax.struct.dataclass
 class PrefillInput:
-    """token int32 [n, width]; slot (-1: unused), start, count, total (prompt length) int32 [n];
-    last bool [n]: the chunk ends the prompt; output_from int32 [n]: position from which tokens count
-    as output (a request computed again); following int32 [n, width]: the token after each place (-1:
+    """Chunks of n sequences.
+
+    token int32 [n, width]; slot (-1: unused), start, count, total (prompt length) int32 [n]; last
+    bool [n]: the chunk ends the prompt; output_from int32 [n]: position from which tokens count as
+    output (a request computed again); following int32 [n, width]: the token after each place (-1:
     unknown), read for prompt log-probabilities; pages int32 [n, P]; forced int32 [n]: the first
-    output token (-1: sampled); params, limit: one entry a slot."""
+    output token (-1: sampled); params, limit: one entry a slot.
+    """
 
     token: Leaf
     slot: Leaf
@@ -54,15 +57,18 @@ class PrefillInput:
 
 @flax.struct.dataclass
 class DecodeInput:
-    """slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
-    verify; budget int32: draft rows in all; forced int32 [slots, context] output tokens by position
-    (-1: sampled) or None; params, limit: one entry a slot."""
+    """A turn of each group.
+
+    slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
+    verify; budget int32: draft rows in all; forced int32 [slots, context]: output tokens by
+    position (-1: sampled), or None; params, limit: one entry a slot.
+    """
 
     slot: Leaf
     pages: Leaf
     room: Leaf
     budget: Leaf
-    forced: Leaf | None
+    forced: Leaf
     params: RowParams
     limit: Leaf
 
@@ -71,10 +77,11 @@ class DecodeInput:
 class StepOutput:
     """Per group of the step, places along the second axis.
 
-    tokens int32 [g, w], count int32 [g] valid ones; failed bool [g]: no valid distribution; logprob
-    f32 [g, w], top_ids, top_logprobs [g, w, top]; verified int32 [g]: draft rows fed; confidence f32
-    [g, block]: of the drafts that were judged; prompt: log-probabilities of `following`, [g, width]
-    and [g, width, top], or None; captured: name -> layer -> [g, w, ...].
+    tokens int32 [g, w], count int32 [g] valid ones; failed bool [g]: no valid distribution;
+    logprob f32 [g, w], top_ids, top_logprobs [g, w, top]; verified int32 [g]: draft rows fed;
+    confidence f32 [g, block]: of the drafts that were judged; prompt: log-probabilities of
+    `following`, [g, width] and twice [g, width, top], or None; captured: name -> layer ->
+    [g, w, ...].
     """
 
     tokens: Leaf
@@ -85,7 +92,7 @@ class StepOutput:
     top_logprobs: Leaf
     verified: Leaf
     confidence: Leaf
-    prompt: tuple[Leaf, Leaf, Leaf] | None
+    prompt: Leaf
     captured: dict[str, dict[int, Leaf]]
 
 
@@ -124,7 +131,7 @@ def draft_next(
         state,
         drafts=put(state.drafts, place, block.drafts),
         confidence=put(state.confidence, place, block.confidence),
-        draft_weights=None if kept is None else put(kept, place, block.weights),
+        draft_weights=kept if block.weights is None else put(kept, place, block.weights),
     )
 
 
