@@ -18,6 +18,7 @@ from deepinfer_jax import spec
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import cache as caches
+from deepinfer_jax.model import context as context_parallel
 from deepinfer_jax.model import dspark, parallel, transformer
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.cache import PAGE, Cache
@@ -140,8 +141,10 @@ def prefill(
             pages=pages,
             floor=None if keep is None else start + length - keep,
         )
+        rows = context_parallel.split(rows, layout, "prefill")
         out = transformer.trunk(setup, weights, rows, cache, Capture(), keep=keep)
-        x = transformer.collapse(setup, weights, out.hidden, Capture())[out.rows.last()]
+        x = transformer.collapse(setup, weights, out.hidden, Capture())
+        x = context_parallel.fetch(out.rows, x, out.rows.everyone.last())
         logits = head_logits(setup, x, weights.norm, weights.head)
         return jnp.argmax(logits, axis=-1).astype(jnp.int32), out.cache
 
