@@ -34,10 +34,8 @@ from deepinfer_jax.structured.ranges import utf8_paths
 from deepinfer_jax.structured.schema import emit
 from deepinfer_jax.structured.stack import StackMachine, Steering, merge, prune, steer
 from deepinfer_jax.structured.tokens import (
-    BIAS,
     NEVER,
     FiniteMachine,
-    Rows,
     classify,
     distinct,
     share_rows,
@@ -175,12 +173,13 @@ def _tables(
         steering, edges = Steering(need, np.zeros_like(need), none, none, none), None
         levels, tier, reason = 0, 1, "finite"
     block = pack(rows, steering, edges, spec.trigger)
+    budget.check("cells of tables", len(block.cells), budget.limits.table)
     report = Report(
         tier=tier,
         reason=reason,
-        states=len(rows.row),
+        states=len(rows.pattern),
         classes=len(columns),
-        rows=len(rows.outcome),
+        patterns=len(rows.patterns),
         edges=len(edges.target) if edges else 0,
         exits=int((edges.target < 0).sum()) if edges else 0,
         bytes=block.cells.nbytes + classes.nbytes,
@@ -192,15 +191,19 @@ def _tables(
 
 def _host(text: str, reason: str, vocabulary: Vocabulary) -> tuple[Report, Any, Any]:
     """Tier 3: on the device an automaton of one state, whose classes are written each step."""
-    outcome = np.zeros((3, 3), np.int32)
-    outcome[START, 1:] = BIAS, BIAS + DONE - START
-    rows = Rows(outcome, np.arange(3, dtype=np.int32))
+    columns = np.zeros((3, 3), np.int32)
+    columns[1:, START] = START, DONE
+    rows = share_rows(columns)
     need = np.array([NEVER, 0, 0])
     none = np.zeros(0, np.int64)
     block = pack(rows, Steering(need, np.zeros_like(need), none, none, none), None, ())
     classes = host.token_classes(vocabulary)
     size = block.cells.nbytes + classes.nbytes
-    return Report(tier=3, reason=reason, states=3, classes=3, rows=3, bytes=size), block, classes
+    return (
+        Report(tier=3, reason=reason, states=3, classes=3, patterns=2, bytes=size),
+        block,
+        classes,
+    )
 
 
 def _compile(spec: _Spec, key: str, vocabulary: Vocabulary, limits: Limits) -> Grammar:

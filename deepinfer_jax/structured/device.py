@@ -2,7 +2,7 @@
 
     allowed[row, class] = need after the class <= max(remaining - 1, need now - 1)
     mask[row, token]    = allowed[row, class of token]
-    state after token   = outcome[row of state, class of token]
+    state after token   = outcomes[state][pattern[state][class of token]]
 
 ``need`` is the least number of tokens that still completes the text, EOS included (`stack`), so one
 comparison does three things: it forbids what the grammar forbids (need is infinite), it keeps the
@@ -33,6 +33,7 @@ MAX_TRIGGER = 16  # token ids of a trigger
 # Fields of a header: offsets into the arena, then sizes.
 BASE, STATES, EDGES, EXITS, RETURNS, RETURN_COUNT, TRIGGER, TRIGGER_LENGTH = range(8)
 HEADER = 8
+STATE = 3  # a state: its pattern, its outcomes (both from the start of the block), its cost
 EDGE = 2 + MAX_PUSH  # an edge: next state (-1: exit), cost, return symbols
 HEIGHT = 24  # a cost is need + (height << HEIGHT)
 _NEED = (1 << HEIGHT) - 1
@@ -127,8 +128,17 @@ def _header(pool: Pool, grammar: Int32[Array, " rows"]) -> list[Int32[Array, "ro
     return [head[:, i : i + 1] for i in range(HEADER)]
 
 
-def _outcome_row(pool: Pool, head: Any, state: Any) -> Int32[Array, "rows 1"]:
-    return head[BASE] + _read(pool.arena, head[STATES] + 2 * state[:, None])
+def _outcomes(pool: Pool, head: Any, state: Any, classes: Any) -> Int32[Array, "rows n"]:
+    """Outcomes of token classes, [rows or 1, n], in the states of rows; next states relative."""
+    at = head[STATES] + STATE * state[:, None]
+    position = _read(pool.arena, head[BASE] + _read(pool.arena, at) + classes)
+    listed = _read(pool.arena, head[BASE] + _read(pool.arena, at + 1) + position)
+    return jnp.where(position > 0, listed, DEAD)
+
+
+def _cost(pool: Pool, head: Any, state: Any) -> Int32[Array, "rows n"]:
+    """Costs of states, [rows, n]."""
+    return _read(pool.arena, head[STATES] + STATE * state + 2)
 
 
 def _total(below: Any, cost: Any, depth: Any) -> Int32[Array, "rows n"]:
@@ -148,7 +158,7 @@ def _edge_need(pool: Pool, head: Any, state: GrammarState, below: Any) -> Int32[
     exits = jnp.arange(pool.exits, dtype=jnp.int32)[None, :]
     leaving = jnp.broadcast_to(-1 - exits, (depth.shape[0], pool.exits))
     outcome, after = _pop(pool, head, leaving, state.stack, depth)
-    returned = _read(pool.arena, head[STATES] + 2 * (outcome - BIAS) + 1)
+    returned = _cost(pool, head, outcome - BIAS)
     pushed = _read(pool.arena, head[EDGES] + (-1 - outcome) * EDGE + 1)
     cost = jnp.where(outcome > 0, returned, pushed)
     exit_need = _total(below, jnp.where(outcome == DEAD, _NEED, cost), after)
@@ -172,13 +182,13 @@ def _class_need(
     edge_need = jax.lax.optimization_barrier(_edge_need(pool, head, state, below))
 
     classes = jnp.arange(pool.classes, dtype=jnp.int32)[None, :]
-    outcome = _read(pool.arena, _outcome_row(pool, head, state.state) + classes)
-    cell = head[STATES] + 2 * (state.state[:, None] + outcome - BIAS) + 1
-    plain = _total(below, _read(pool.arena, cell), jnp.broadcast_to(here, outcome.shape))
+    outcome = _outcomes(pool, head, state.state, classes)
+    after = _cost(pool, head, state.state[:, None] + outcome - BIAS)
+    plain = _total(below, after, jnp.broadcast_to(here, outcome.shape))
     edge = jnp.clip(-1 - outcome, 0, pool.edges - 1)
     moved = jnp.take_along_axis(edge_need, edge, axis=1)
     need = jnp.where(outcome > 0, plain, jnp.where(outcome < 0, moved, _NEVER))
-    now = _read(pool.arena, head[STATES] + 2 * state.state[:, None] + 1) & _NEED
+    now = _cost(pool, head, state.state[:, None]) & _NEED
     return need, now + jnp.take_along_axis(below, here, axis=1)
 
 
@@ -215,8 +225,7 @@ def advance(pool: Pool, state: GrammarState, token: Int32[Array, "*lead"]) -> Gr
         head = _header(pool, state.grammar)
         levels = state.stack.shape[1]
         of_token = pool.token_class[jnp.maximum(state.grammar, 0), token].astype(jnp.int32)
-        row = _outcome_row(pool, head, state.state)
-        outcome = _read(pool.arena, row + of_token[:, None])
+        outcome = _outcomes(pool, head, state.state, of_token[:, None])
         outcome = jnp.where(outcome > 0, outcome + state.state[:, None], outcome)
         outcome, depth = _pop(pool, head, outcome, state.stack, state.depth[:, None])
 

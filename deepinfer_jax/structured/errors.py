@@ -44,7 +44,8 @@ class PoolFullError(RuntimeError):
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """spec_bytes: length of a regex, schema or EBNF text. repeat: largest bound of a repetition.
-    nodes: automaton nodes before determinisation. states: after it. cells: states x token classes.
+    nodes: automaton nodes before determinisation. states: after it. cells: states x token classes,
+    while compiling. table: int32 cells of the packed tables.
     classes, edges, exits: token classes and stack outcomes of one grammar (exits: those that
     leave a frame), as many as the device pool takes. stack: levels of the pushdown stack. seconds:
     processor time of the device tiers.
@@ -55,6 +56,7 @@ class Limits:
     nodes: int = 400_000
     states: int = 100_000
     cells: int = 64_000_000
+    table: int = 1 << 22
     classes: int = 4096
     edges: int = 1024
     exits: int = 256

@@ -2,8 +2,8 @@
 
 ``pack`` lays the tables out as one block of int32 cells that a pool copies to any place:
 
-    states   (offset of the outcome row, cost) of each state      cost = need + height << 24
-    outcome  the distinct rows of `tokens`
+    states   (pattern, list of outcomes, cost) of each state      cost = need + height << 24
+    rows     the patterns and lists of `tokens`
     edges    (next state or -1, cost, return symbols)             `stack`
     exits    outcome by edge and return symbol, next states absolute
     returns  need of each return symbol
@@ -17,7 +17,6 @@ import numpy as np
 from jaxtyping import Int, Int32, UInt16
 
 from deepinfer_jax.structured.device import (
-    BASE,
     EDGE,
     EDGES,
     EXITS,
@@ -26,7 +25,7 @@ from deepinfer_jax.structured.device import (
     MAX_TRIGGER,
     RETURN_COUNT,
     RETURNS,
-    STATES,
+    STATE,
     TRIGGER,
     TRIGGER_LENGTH,
 )
@@ -40,7 +39,7 @@ class Report:
     """What became of a request's grammar.
 
     tier: 1 finite automaton, 2 pushdown automaton, 3 host masks. reason: why not a lower tier.
-    states, classes, rows, edges, exits: sizes. bytes: of the tables and the token classes.
+    states, classes, patterns, edges, exits: sizes. bytes: of the tables and the token classes.
     seconds: compilation. min_tokens: shortest output, EOS included (0: unknown). levels: least
     stack. warnings: what "lenient" ignored.
     """
@@ -49,7 +48,7 @@ class Report:
     reason: str
     states: int = 0
     classes: int = 0
-    rows: int = 0
+    patterns: int = 0
     edges: int = 0
     exits: int = 0
     bytes: int = 0
@@ -86,23 +85,24 @@ def trigger_table(tokens: Sequence[int]) -> Int32[np.ndarray, " cells"]:
 
 def pack(rows: Rows, steering: Steering, edges: Edges | None, trigger: Sequence[int]) -> Block:
     """One block of all tables."""
-    states, (count, classes) = len(rows.row), rows.outcome.shape
+    states = len(rows.pattern)
+    classes = rows.patterns.shape[1]
     number = len(edges.target) if edges else 0
     returns = edges.exits.shape[1] if edges else 0
+    patterns_at = STATE * states
+    outcomes_at = patterns_at + rows.patterns.size
     header = np.zeros(HEADER, np.int32)
-    header[STATES] = 0
-    outcome_at = 2 * states
-    header[EDGES] = outcome_at + count * classes
+    header[EDGES] = outcomes_at + rows.outcomes.size
     header[EXITS] = header[EDGES] + number * EDGE
     header[RETURNS] = header[EXITS] + number * returns
     header[RETURN_COUNT] = returns
     header[TRIGGER] = header[RETURNS] + max(returns, 1)
     header[TRIGGER_LENGTH] = len(trigger)
-    header[BASE] = 0
-    state_cells = np.zeros((states, 2), np.int32)
-    state_cells[:, 0] = outcome_at + rows.row.astype(np.int64) * classes
-    state_cells[:, 1] = _cost(steering.need, steering.height)
-    parts = [state_cells, rows.outcome]
+    state_cells = np.zeros((states, STATE), np.int32)
+    state_cells[:, 0] = patterns_at + rows.pattern.astype(np.int64) * classes
+    state_cells[:, 1] = outcomes_at + rows.begin - 1  # positions count from 1
+    state_cells[:, 2] = _cost(steering.need, steering.height)
+    parts = [state_cells, rows.patterns, rows.outcomes]
     if edges:
         table = np.full((number, EDGE), -1, np.int32)
         table[:, 0] = edges.target

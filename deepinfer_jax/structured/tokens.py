@@ -4,16 +4,18 @@ A token acts on the automaton as a function from states to outcomes. Few of thes
 for the 128,000 tokens of DeepSeek there are 11 for a date and 250 for a JSON string of bounded
 length, because a function only sees a token through the classes of its bytes. So the tables are
 
-    class of token        uint16 [vocabulary]
-    outcome[row, class]   row = row of a state; next state, or an edge that moves the stack
+    class of token          uint16 [vocabulary]
+    pattern[state, class]   which of the state's few distinct outcomes, 0 for none
+    outcome                 next state, or an edge that moves the stack
 
 One walk over the trie of the vocabulary finds them: a node's function is its parent's followed by
 one byte, and equal functions are shared, so the cost is (pairs of function and byte class) x
 states, not tokens x states. The end of sequence is a byte class of its own, so EOS ids are tokens
 like any other.
 
-Next states are stored relative to the state, which lets counted states share a row. An outcome is
-0 (not allowed), ``BIAS + next - state``, or ``-1 - edge``; see `stack` for edges.
+States share patterns (all states inside strings tell tokens apart in the same way), and lists of
+outcomes too: next states are stored relative to the state, so that counted states have equal ones.
+An outcome is ``BIAS + next - state``, or ``-1 - edge``; see `stack` for edges.
 """
 
 import dataclasses
@@ -117,34 +119,58 @@ def distinct(
 
 @dataclasses.dataclass(frozen=True)
 class Rows:
-    """outcome: distinct rows, encoded as the module says. row: which one each state has."""
+    """patterns: 1 + position in the list of outcomes, 0 where a class is not allowed. outcomes: all
+    lists, encoded as the module says. pattern, begin, length: pattern and list of each state."""
 
-    outcome: Int[np.ndarray, "rows classes"]
-    row: Int[np.ndarray, " states"]
+    patterns: Int[np.ndarray, "patterns classes"]
+    outcomes: Int[np.ndarray, " outcomes"]
+    pattern: Int[np.ndarray, " states"]
+    begin: Int[np.ndarray, " states"]
+    length: Int[np.ndarray, " states"]
 
 
-def share_rows(columns: Int[np.ndarray, "classes states"], edges: int = 0) -> Rows:
+def share_rows(columns: Int[np.ndarray, "classes states"]) -> Rows:
     """Encode columns of outcomes: next states below the number of states, edges from there on."""
     states = columns.shape[1]
     outcome = columns.T.astype(np.int32)
     relative = outcome - np.arange(states, dtype=np.int32)[:, None] + BIAS
     outcome = np.where(outcome >= states, states - outcome - 1, np.where(outcome, relative, 0))
-    number: dict[bytes, int] = {}
-    row = np.array([number.setdefault(r.tobytes(), len(number)) for r in outcome], np.int32)
-    first = np.zeros(len(number), np.int64)
-    first[row[::-1]] = np.arange(states)[::-1]
-    return Rows(outcome[first], row)
+    rows: dict[bytes, tuple[int, int, int]] = {}
+    patterns: dict[bytes, int] = {}
+    lists: dict[bytes, int] = {}
+    size, found = 0, []
+    for row in outcome:
+        key = row.tobytes()
+        if key not in rows:
+            values, first, inverse = np.unique(row, return_index=True, return_inverse=True)
+            first[values == 0] = -1  # position 0, also where every class is allowed
+            order = np.argsort(first)
+            rank = np.empty(len(values), np.int32)
+            rank[order] = np.arange(len(values)) + (0 not in values)
+            listed = values[order][values[order] != 0]
+            number = patterns.setdefault(rank[inverse].tobytes(), len(patterns))
+            begin = lists.setdefault(listed.tobytes(), size)
+            size += len(listed) if begin == size else 0
+            rows[key] = number, begin, len(listed)
+        found.append(rows[key])
+    table = np.array(found, np.int32)
+    shape = (len(patterns), columns.shape[0])
+    return Rows(
+        np.frombuffer(b"".join(patterns), np.int32).reshape(shape),
+        np.frombuffer(b"".join(lists), np.int32),
+        *(np.ascontiguousarray(part) for part in table.T),
+    )
 
 
 def shortest(rows: Rows) -> Int[np.ndarray, " states"]:
     """Tokens from each state to done, EOS included; `NEVER` where there is no way.
 
-    For automata without a stack. Exact: breadth-first over the distinct next states of each row.
+    For automata without a stack. Exact: breadth-first over the distinct next states.
     """
-    states = len(rows.row)
-    pairs = [np.unique(r[r > 0]) for r in rows.outcome]
-    sources = np.repeat(np.arange(states), [len(pairs[r]) for r in rows.row])
-    targets = sources + np.concatenate([pairs[r] for r in rows.row]) - BIAS
+    states = len(rows.pattern)
+    sources = np.repeat(np.arange(states), rows.length)
+    within = np.arange(len(sources)) - np.repeat(np.cumsum(rows.length) - rows.length, rows.length)
+    targets = sources + rows.outcomes[np.repeat(rows.begin, rows.length) + within] - BIAS
     order = np.argsort(targets, kind="stable")
     sources, targets = sources[order], targets[order]
     begin = np.searchsorted(targets, np.arange(states + 1))

@@ -76,7 +76,7 @@ CASES = {
 
 def compile_table(vocabulary: structured.Vocabulary) -> None:
     """Processor seconds are the best of two compilations; bytes are tables and token classes."""
-    print("| grammar | tier | states | token classes | rows | edges | MB | seconds |")
+    print("| grammar | tier | states | token classes | patterns | edges | MB | seconds |")
     print("| --- | --: | --: | --: | --: | --: | --: | --: |")
     for name, spec in CASES.items():
         seconds = np.inf
@@ -85,7 +85,7 @@ def compile_table(vocabulary: structured.Vocabulary) -> None:
             r = structured.compile(spec, vocabulary).report
             seconds = min(seconds, time.thread_time() - begin)
         print(
-            f"| {name} | {r.tier} | {r.states} | {r.classes} | {r.rows} | {r.edges} "
+            f"| {name} | {r.tier} | {r.states} | {r.classes} | {r.patterns} | {r.edges} "
             f"| {r.bytes / 1e6:.2f} | {seconds:.3f} |"
         )
 

@@ -219,12 +219,12 @@ class TestPool:
             assert {walker.vocabulary.texts[t] for t in np.nonzero(allowed)[0]} == {text}
 
     def test_large_grammars_take_chunks_in_a_row(self, walker):
-        manager = structured.PoolManager(WIDTH, grammars=4, cells=3 * CHUNK)
+        manager = structured.PoolManager(WIDTH, grammars=4, cells=5 * CHUNK)
         pool = manager.empty()
         small = walker.compile({"choice": ["a"]})
-        large = walker.compile({"json_schema": {"type": "string", "maxLength": 90}})
+        large = walker.compile({"json_schema": {"type": "string", "maxLength": 300}})
         chunks = -(-len(large.block.cells) // CHUNK)
-        assert chunks == 2, len(large.block.cells)
+        assert chunks > 1, len(large.block.cells)
         pool, first = manager.acquire(pool, small)
         pool, second = manager.acquire(pool, large)
         state = structured.start(second, levels=LEVELS)
@@ -234,7 +234,7 @@ class TestPool:
 
     def test_refuses_what_never_fits(self, walker):
         manager = structured.PoolManager(WIDTH, grammars=1, cells=CHUNK)
-        large = walker.compile({"json_schema": {"type": "string", "maxLength": 90}})
+        large = walker.compile({"json_schema": {"type": "string", "maxLength": 300}})
         with pytest.raises(structured.GrammarError, match="cells"):
             manager.acquire(manager.empty(), large)
         with pytest.raises(structured.GrammarError, match="512 logits"):

@@ -174,7 +174,7 @@ class Document:
                 raise SchemaError(f"{pointer}/{escape(keyword)}", f"{keyword} must be {expected}")
         elif keyword in _REFUSED:
             self.refuse(f"{pointer}/{escape(keyword)}", f"keyword {keyword!r} is not supported")
-        elif keyword not in _ANNOTATIONS and not keyword.startswith("x-"):
+        elif keyword not in _ANNOTATIONS and not keyword.startswith(("x-", "_")):
             place = f"{pointer}/{escape(keyword)}"
             close = difflib.get_close_matches(keyword, [*_SUPPORTED, *_REFUSED], 1, cutoff=0.8)
             if close:
