@@ -58,7 +58,7 @@ def _spelled(kind: str, names: list[str]) -> str:
     """One name for names of one kind, with the ranges their numbers cover."""
     columns = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
     for column in columns:
-        kind = kind.replace("#", f"{{{_ranges(sorted(set(column)))}}}", 1)
+        kind = kind.replace("#", f"{{{ranges(sorted(set(column)))}}}", 1)
     return kind
 
 
@@ -112,7 +112,7 @@ def _blocks(shape: tuple[int, ...], block: int) -> tuple[int, ...]:
     return tuple(-(-size // block) for size in shape)
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """[0, 1, 2, 5] -> "0-2,5"."""
     parts: list[list[int]] = []
     for number in numbers:

@@ -165,7 +165,9 @@ class _Conversion:
         self._progress = progress
         with ThreadPoolExecutor(1, "commit") as self._committer:
             self._commit: Future[None] = self._committer.submit(lambda: None)
-            waiting = (chain for chain in self._chains if not self._is_settled(chain))
+            waiting = [chain for chain in self._chains if not self._is_settled(chain)]
+            for leaf, cut in {chain.leaf: chain.cut for chain in waiting}.items():
+                store.create(self._weights, leaf, self._job.table.params[leaf], cut)
             self._workers.run(self._write_chain, waiting)
             self._flush()
             self._commit.result()
@@ -174,7 +176,6 @@ class _Conversion:
     def _write_chain(self, chain: plan.Chain) -> None:
         param = self._job.table.params[chain.leaf]
         itemsize = np.dtype(param.dtype).itemsize
-        store.create(self._weights, chain.leaf, param, chain.cut)
         hasher = hashlib.sha256()
         with st.Reader() as reader:
             for piece in chain.pieces:
