@@ -1,7 +1,7 @@
 """One declaration per parameter.
 
 Every mechanism declares its weights once, as the same dataclass filled with `Param` leaves. From
-that declaration come abstract arrays for tracing, shardings for a layout, random values for tests
+that declaration come abstract arrays for tracing, placements under a layout, random values for tests
 and benchmarks, and the census that the converters compare a checkpoint with. A `Param` holds the
 shape and dtype as stored, one logical axis name a dimension (`layout.py` maps them to mesh axes)
 and how to draw a random value.
@@ -17,7 +17,6 @@ and how to draw a random value.
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -150,24 +149,11 @@ def path_name(path: tuple[Any, ...]) -> str:
     )
 
 
-def abstract(tree: Any, sharding: Callable[[str, Param], Any] | None = None) -> Any:
-    """The tree as `ShapeDtypeStruct`s, with `sharding(path, param)` attached where given."""
-
-    def leaf(path: tuple[Any, ...], param: Param) -> jax.ShapeDtypeStruct:
-        placed = None if sharding is None else sharding(path_name(path), param)
-        return jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype), sharding=placed)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
-def shardings(tree: Any, layout: Any, mesh: jax.sharding.Mesh, phase: str | None = None) -> Any:
-    """The tree as `NamedSharding`s under a layout; errors name the tensor and the axis."""
-
-    def leaf(path: tuple[Any, ...], param: Param) -> jax.sharding.NamedSharding:
-        spec = layout.spec(param.axes, param.shape, name=path_name(path), phase=phase)
-        return jax.sharding.NamedSharding(mesh, spec)
-
-    return jax.tree_util.tree_map_with_path(leaf, tree)
+def abstract(tree: Any) -> Any:
+    """The tree as `ShapeDtypeStruct`s, for tracing without weights."""
+    return jax.tree.map(
+        lambda param: jax.ShapeDtypeStruct(param.shape, jnp.dtype(param.dtype)), tree
+    )
 
 
 def random(tree: Any, seed: int = 0) -> Any:
