@@ -1,8 +1,8 @@
 """One declaration per parameter.
 
 Every mechanism declares its weights once, as the same dataclass filled with `Param` leaves. From
-that declaration come abstract arrays for tracing, placements under a layout, random values for tests
-and benchmarks, and the census that the converters compare a checkpoint with. A `Param` holds the
+that declaration come abstract arrays for tracing, placements under a layout, random values for
+tests and benchmarks, and the census that converters compare a checkpoint with. A `Param` holds the
 shape and dtype as stored, one logical axis name a dimension (`layout.py` maps them to mesh axes)
 and how to draw a random value.
 
