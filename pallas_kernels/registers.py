@@ -117,19 +117,19 @@ def _spread(word: ir.Value, sign: int, magnitude: int, mask: int, factor: ir.Val
     return utils.bitcast(pair, ir.VectorType.get((2,), ir.BF16Type.get()))
 
 
-def _factor(byte: ir.Value, bias: int) -> ir.Value:
+def scale_factor(byte: ir.Value, bias: int) -> ir.Value:
     """2^(byte - 127 + bias - SHIFT) in both halves of a word."""
     offset = (bias - SHIFT) << 7
     word = mul(arith.extui(ir.IntegerType.get_signless(32), byte), 0x00800080)
     return add(word, const(offset | offset << 16))
 
 
-def _expand_fp4(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
+def expand_word(word: ir.Value, factor: ir.Value) -> list[ir.Value]:
     """Eight codes -> four bf16 pairs; pair p holds codes p and p + 4."""
     return [_spread(word, 12 - 4 * p, 6 - 4 * p, 0x01C001C0, factor) for p in range(4)]
 
 
-def _look_up(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
+def e4m3_words(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
     """Eight codes -> two words of four e4m3 values, magnitudes from the table (low, high)."""
     i32 = word.type
     four = ir.VectorType.get((4,), ir.Float8E4M3FNType.get())
@@ -200,7 +200,7 @@ def load_fp4(
                 words[0, j, 0, 0, member, 0, 0, 0, 0] = vector.from_elements(two, pair)
             at = add(add(start.registers.item(), lane), mul(row, pitch))
             scale = load_bytes(scale_pointer, at, byte, 1)
-            table = [_factor(scale, 126)] * 2
+            table = [scale_factor(scale, 126)] * 2
             if extra:
                 table = _e4m3_table(scale, member_word(extra[0], member))
             tables[0, 0, 0, 0, member, 0, 0, 0, 0] = vector.from_elements(two, table)
@@ -248,7 +248,7 @@ def expand_fp4(words: Array, tables: Array, half: int, *, e4m3: bool = False) ->
             two = words.registers[0, half, 0, 0, member, 0, 0, 0, 0]
             for j in range(2):
                 word = element(two, j)
-                found = _look_up(word, *table) if e4m3 else _expand_fp4(word, table[0])
+                found = e4m3_words(word, *table) if e4m3 else expand_word(word, table[0])
                 for p, value in enumerate(found):
                     registers[0, len(found) * j + p, 0, 0, member, 0, 0, 0, 0] = value
         return fa.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
@@ -322,7 +322,7 @@ def expand_fp8(codes, scales, starts: tuple[Array, Array], *, rows: Rows, pitch:
             turn = arith.andi(shifted(row, -1), const(3))
             for group in range(2):
                 scale = load_bytes(scale_pointer, add(at, const(group)), byte, 1)
-                factor = _factor(scale, 120)
+                factor = scale_factor(scale, 120)
                 for piece in (2 * group, 2 * group + 1):
                     chunk = shifted(arith.xori(turn, const(piece)), 4)
                     found = load_bytes(code_pointer, add(mul(row, 64), chunk), words, 16)

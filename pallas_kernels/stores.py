@@ -206,7 +206,16 @@ def store_plain(acc: Array, out, *, columns: slice, shift: int) -> None:
     store(acc, out)
 
 
-def copy_rows(staged, result, first: Array, count: Array, channel: Array, *, width: int) -> None:
+def copy_rows(
+    staged,
+    result,
+    first: Array,
+    count: Array,
+    channel: Array,
+    *,
+    width: int,
+    transforms: tuple | None = None,
+) -> None:
     """Copies the first `count` staged rows to memory, 16 bytes a thread, and waits for this
     warpgroup.
 
@@ -216,11 +225,13 @@ def copy_rows(staged, result, first: Array, count: Array, channel: Array, *, wid
         first, channel: int32, place of the first staged element in `result`.
         count: int32.
         width: channels of `result`; staged channels past it are dropped.
+        transforms: of `staged`, if not as those leave it.
     """
     rows, channels = staged.shape[-2:]
     item = staged.dtype.itemsize
     line = channels * item
-    transforms = PAIRED_16 if line == 64 else PLAIN_16 if item == 2 else PLAIN_32
+    if transforms is None:
+        transforms = PAIRED_16 if line == 64 else PLAIN_16 if item == 2 else PLAIN_32
     types = (plgpu.RefType(transforms), plgpu.RefType(), SCALAR, SCALAR, SCALAR)
 
     @plgpu.inline_mgpu(arg_types=types)

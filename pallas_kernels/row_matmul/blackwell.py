@@ -1,0 +1,51 @@
+"""The row product on Blackwell (pallas_kernels/blackwell.py): one tile shape, one K order for every
+number of rows.
+
+bf16 weights run as they are. float32 weights are three bf16 terms (hopper.py), exact products with
+bf16 rows. FP8 block weights are widened to bf16 by XLA first: exact, and the tensor cores' own
+block scales cover 32 columns of one row only.
+"""
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels import blackwell, formats
+from pallas_kernels.blackwell import Plan
+from pallas_kernels.row_matmul.hopper import terms
+from pallas_kernels.tiles import Product
+
+
+def matmul(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool = False,
+    shape: Plan | None = None,
+) -> Float[Array, "rows n"]:
+    """See pallas_kernels.row_matmul.matmul; `shape` overrides the tile shape."""
+    del invariant  # always
+    if x.dtype != jnp.bfloat16:
+        raise NotImplementedError(f"rows are {x.dtype}, the kernel takes bfloat16")
+    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"out_dtype is {jnp.dtype(out_dtype)}, expected bf16 or f32")
+    shape = shape or Plan(128, 3)
+    if w.dtype == jnp.float8_e4m3fn:
+        w = formats.dequantise(w, scales).astype(jnp.bfloat16)
+    if w.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
+    rows, channels = x.shape[0], w.shape[0]
+    stacked = terms(w) if w.dtype == jnp.float32 else w[None]
+    count = stacked.shape[0]
+    flat = stacked.reshape(-1, w.shape[1])
+    flat = jnp.pad(flat, ((0, -flat.shape[0] % shape.channels), (0, 0)))
+    kept = out_dtype if count == 1 else jnp.float32
+    product = Product("bf16", rows, w.shape[1], flat.shape[0], out_dtype=kept)
+    out = blackwell.multiply(x, flat, jnp.zeros((128,), jnp.uint8), None, None, product, shape)
+    parts = [out[:, channels * t : channels * (t + 1)] for t in range(count)]
+    total = parts[-1]
+    for part in reversed(parts[:-1]):
+        total = total + part
+    return total.astype(out_dtype)
