@@ -3,7 +3,7 @@
 With `Numerics.cache_qdq` rows are stored in the released formats, as bytes (reference
 inference/kernel.py act_quant, fp4_act_quant); a row's stored form is a tuple (values, scales):
   window KV      e4m3 [d],        e8m0 [d/32]   scale 2^ceil(log2(max(amax, 1e-4) / 448))
-  compressed KV  e2m1 [d/2] uint8, e4m3 [d/16]  scale e4m3(max(amax, 6 * 2^-9) / 6), no second level
+  compressed KV  e2m1 [d/2] uint8, e4m3 [d/16]  scale e4m3(max(amax, 6 * 2^-9) / 6), saturating
   index keys     e2m1 [d/2] uint8, e8m0 [d/32]  scale 2^ceil(log2(max(amax, 6 * 2^-126) / 6))
 Without it a row is stored as it is, in the compute type. Code times scale is exact in bfloat16, so
 the bytes lose nothing against a cache of quantised-dequantised bfloat16 rows. Rounding is to
@@ -20,6 +20,7 @@ from pallas_kernels import formats
 Stored = Shaped[Array, "..."] | tuple[Shaped[Array, "..."], Shaped[Array, "..."]]
 
 INV_E2M1_MAX = np.float32(1 / 6)
+E4M3_MAX = np.float32(448)
 ENTRY_GROUP = 16
 ENTRY_AMAX_FLOOR = np.float32(6 * 2.0**-9)
 INDEX_AMAX_FLOOR = np.float32(6 * 2.0**-126)
@@ -48,7 +49,8 @@ def store_entry(kv: Float[Array, "*lead d"], cache_qdq: bool) -> Stored:
         return kv
     groups = kv.astype(jnp.float32).reshape(*kv.shape[:-1], -1, ENTRY_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), ENTRY_AMAX_FLOOR)
-    scale = (amax / jnp.float32(6)).astype(jnp.float8_e4m3fn)
+    # Beyond 448 a cast to e4m3 gives NaN.
+    scale = jnp.minimum(amax / jnp.float32(6), E4M3_MAX).astype(jnp.float8_e4m3fn)
     return encode_e2m1(groups, scale.astype(jnp.float32), kv.shape), scale
 
 
