@@ -21,8 +21,8 @@ from typing import Any, Literal
 from deepinfer_jax import schedule
 from deepinfer_jax.schedule import LayerPlan
 
-Compute = Literal["bfloat16", "float32"]
-Replay = Literal["full", "mask", "compact"]
+COMPUTE = ("bfloat16", "float32")
+REPLAY = ("full", "mask", "compact")
 
 SUPPORTED_MODEL_TYPES = ("deepseek_v41",)
 
@@ -233,21 +233,17 @@ class Numerics:
         by narrowing the window ("mask") or by removing the other rows ("compact").
     """
 
-    compute: Compute = "bfloat16"
+    compute: str = "bfloat16"
     act_quant: bool = True
     cache_qdq: bool = True
     invariant: bool = False
-    replay: Replay = "full"
+    replay: str = "full"
 
     def __post_init__(self) -> None:
-        if self.compute not in ("bfloat16", "float32"):
-            raise ValueError(
-                f"numerics: compute = {self.compute!r}; expected 'bfloat16' or 'float32'"
-            )
-        if self.replay not in ("full", "mask", "compact"):
-            raise ValueError(
-                f"numerics: replay = {self.replay!r}; expected 'full', 'mask' or 'compact'"
-            )
+        for name, known in (("compute", COMPUTE), ("replay", REPLAY)):
+            value = getattr(self, name)
+            if value not in known:
+                raise ValueError(f"numerics: {name} = {value!r}; expected {' or '.join(known)}")
         for name in ("act_quant", "cache_qdq", "invariant"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(
@@ -321,12 +317,15 @@ def _quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(
             f"quantization_config.scale_fmt = {scale_format!r} is not supported; expected 'ue8m0'"
         )
-    expert_dtype = section.get("expert_dtype", "fp8")
-    if expert_dtype not in ("fp4", "fp8"):
-        raise ValueError(
-            f"quantization_config.expert_dtype = {expert_dtype!r}; expected 'fp4' or 'fp8'"
-        )
-    return {"weight_block_size": tuple(block), "dense_dtype": "fp8", "expert_dtype": expert_dtype}
+    found: dict[str, Any] = {"weight_block_size": tuple(block)}
+    # `dense_dtype` is ours: written for a checkpoint whose dense matrices alone are unquantised.
+    for key, known in (("expert_dtype", ("fp4", "fp8", "bf16")), ("dense_dtype", ("fp8", "bf16"))):
+        found[key] = section.get(key, "fp8")
+        if found[key] not in known:
+            raise ValueError(
+                f"quantization_config.{key} = {found[key]!r}; expected one of {', '.join(known)}"
+            )
+    return found
 
 
 def _vision(raw: Mapping[str, Any]) -> VisionConfig | None:

@@ -1,0 +1,62 @@
+"""The command line refuses bad input with one line and exit code 2, and prices layouts."""
+
+from pathlib import Path
+
+import pytest
+
+from deepinfer_jax import cli
+
+TINY = Path(__file__).parent / "golden" / "v41-tiny"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", "--model", "nowhere", "--prompt", "a"], "nowhere"),
+        (["generate", "--model", str(TINY)], "--prompt"),
+        (["generate", "--model", str(TINY), "--input", "a.jsonl"], "--output"),
+        (
+            ["generate", "--model", str(TINY), "--prompt", "a", "--temperature", "nan"],
+            "temperature",
+        ),
+        (["generate", "--model", str(TINY), "--prompt", "a", "--numerics", "fp16"], "fp16"),
+        (["generate", "--model", str(TINY), "--prompt", "a", "--replay", "half"], "half"),
+        (["layout", "diff", "ep", "nowhere"], "nowhere"),
+        (["layout", "show", "ep", "--axis", "expert"], "NAME=SIZE"),
+        (["layout", "show", "ep", "--axis", "ring=8"], "ring"),
+        (["inspect", "nowhere"], "nowhere"),
+        (["convert", "nowhere", "elsewhere"], "nowhere"),
+    ],
+)
+def test_refused_with_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert message in error
+
+
+def test_unknown_command_is_a_usage_error() -> None:
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["serve"])
+    assert stopped.value.code == 2
+
+
+def test_inspect_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(TINY)]) == 0
+    shown = capsys.readouterr().out
+    assert "layers" in shown
+    assert "990" in shown  # tensors
+
+
+def test_layout_show_prints_local_shapes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["layout", "show", "ep", "--axis", "expert=8", "--depth", "5"]) == 0
+    assert "[48, 2, 2304, 2560]" in capsys.readouterr().out.replace("\n", "")
+
+
+def test_convert_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "converted"
+    assert cli.main(["convert", str(TINY), str(target), "--quiet"]) == 0
+    assert cli.main(["inspect", str(target)]) == 0
+    assert "990" in capsys.readouterr().out
