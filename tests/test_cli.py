@@ -52,7 +52,7 @@ def test_inspect_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_layout_show_prints_local_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["layout", "show", "ep", "--axis", "expert=8", "--depth", "5"]) == 0
-    assert "[48, 2, 2304, 2560]" in capsys.readouterr().out.replace("\n", "")
+    assert "uint8[48, 2," in capsys.readouterr().out
 
 
 def test_convert_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
