@@ -89,9 +89,26 @@ def free(shape: tuple[int, ...], *, levels: int) -> GrammarState:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (*shape, *x.shape)), one)
 
 
+def reset(
+    state: GrammarState,
+    rows: Bool[Array, "*lead"],
+    grammar: Int32[Array, "*lead"],
+    trigger: Bool[Array, "*lead"],
+) -> GrammarState:
+    """States with new sequences in some rows: their grammars (FREE: none), and whether those wait
+    for a trigger."""
+    return GrammarState(
+        grammar=jnp.where(rows, grammar, state.grammar),
+        state=jnp.where(rows, START, state.state),
+        trigger=jnp.where(rows, jnp.where(trigger, 0, -1), state.trigger),
+        depth=jnp.where(rows, 0, state.depth),
+        stack=jnp.where(rows[..., None], 0, state.stack),
+    )
+
+
 def _read(arena: Int32[Array, " cells"], index: Int[Array, "..."]) -> Int32[Array, "..."]:
     """Cells of the arena. Rows that are not constrained read anywhere; their result is dropped."""
-    return arena.at[index].get(mode="clip")
+    return jnp.take(arena, index, mode="clip")
 
 
 def _rows(state: GrammarState) -> tuple[GrammarState, tuple[int, ...]]:
