@@ -61,7 +61,7 @@ def multiply(
         tiles, count = one_matrix(product.rows, plan.rows)
     else:
         tiles, count = row_tiles(group_sizes, product.rows, plan.rows)
-    blocks = registers.order_columns(x, product.kind)
+    blocks = registers.order_columns(x, product.kind, e4m3=product.e4m3)
     short = max(0, plan.rows - product.rows)
     blocks = jnp.pad(blocks, ((0, short), (0, 0), (0, 0)))
     pad = (0, plan.rows)

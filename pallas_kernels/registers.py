@@ -58,10 +58,12 @@ class Rows:
         return add(add(mul(warp, stride), row), const(member * offset))
 
 
-def order_columns(x: Shaped[Array, "rows k"], kind: str) -> Shaped[Array, "rows blocks 64"]:
-    """x in the K order of weights of this kind, in blocks of 64 columns (bf16 or e4m3)."""
+def order_columns(
+    x: Shaped[Array, "rows k"], kind: str, *, e4m3: bool = False
+) -> Shaped[Array, "rows blocks 64"]:
+    """x in the K order of weights of this kind, in blocks of 64 columns."""
     rows, k = x.shape
-    if x.dtype == jnp.float8_e4m3fn:
+    if e4m3:
         # Code 4 i + e of lane l becomes column 16 i + 4 l + e of the 128.
         x = x.reshape(rows, k // 128, 4, 8, 4).transpose(0, 1, 3, 2, 4)
     elif kind == "fp4":

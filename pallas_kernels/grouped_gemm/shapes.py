@@ -172,8 +172,12 @@ def _small() -> list[Case]:
         case("gate_up_fp4_f32", "gate_up", 4, 64, 32, 40, "fp4", dtype=np.float32),
         case("gate_up_act_quant", "gate_up", 4, 128, 64, 40, act_quant=True),
         case("down_act_quant_fp8", "down", 4, 64, 128, 40, "fp8", act_quant=True),
-        case("gate_up_tile", "gate_up", 2, 256, 128, 150, spread="random"),
-        case("down_tile", "down", 2, 256, 128, 150, spread="sparse"),
+        # Wide enough for every kernel.
+        case("gate_up_tile", "gate_up", 3, 512, 384, 200, spread="short"),
+        case("down_tile", "down", 3, 384, 512, 200, spread="sparse"),
+        case("gate_up_tile_act_quant", "gate_up", 3, 512, 384, 200, act_quant=True),
+        case("gate_up_tile_fp8", "gate_up", 2, 256, 384, 150, "fp8"),
+        case("down_tile_bf16", "down", 2, 384, 256, 150, "bf16", "huge"),
     ]
     return cases
 

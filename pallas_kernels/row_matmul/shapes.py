@@ -85,6 +85,7 @@ CASES: tuple[Case, ...] = (
     case("fp8_partial_blocks", 130, 40, 80, "fp8"),
     case("f32_weight", 24, 24, 1024, "f32", out=np.float32),
     case("f32", 5, 24, 320, "f32", dtype=np.float32, out=np.float32),
+    case("fp8_tile", 150, 512, 384, "fp8"),
     case("one_row", 1, 64, 128, "fp8"),
     *_released(),
 )

@@ -9,10 +9,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels import formats, grouped_gemm, target
+from pallas_kernels import blackwell as blackwell_product
+from pallas_kernels import formats, grouped_gemm, registers, target, tiles
 from pallas_kernels.cases import tagged
-from pallas_kernels.grouped_gemm import shapes
+from pallas_kernels.grouped_gemm import blackwell, shapes
 
 SMALL = tagged(shapes.CASES, "test")
 NAMES = [i.name for i in grouped_gemm.IMPLEMENTATIONS if not i.misfit(target(), i.name)]
@@ -145,6 +148,60 @@ def test_released_widths_trace(name):
         assert out.shape == (args[0].shape[0], args[1].shape[-2])
 
 
+@pytest.mark.parametrize(
+    ("function", "kind"), [("gate_up", "fp4"), ("down", "fp4"), ("gate_up", "bf16")]
+)
+def test_blackwell_schedule_in_interpret_mode(function, kind):
+    """The ring, the ragged store and the SwiGLU of the Blackwell kernel, races watched for."""
+    case = shapes.case("x", function, 3, 128, 128, 48, kind, "even")
+    x, values, scales, _, *route = case.build(seeded(function + kind))
+    x[40:] = np.nan
+    args = (x, values, scales, np.array([16, 0, 24], np.int32), *route)
+    plan = blackwell_product.Plan(64, 2, blocks=2, portable=True)
+    call = functools.partial(getattr(blackwell, function), shape=plan, **case.keywords())
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        got = np.asarray(call(*jax.tree.map(jnp.asarray, args)))
+        assert not interpret_pallas_call.get_races().races_found
+    want = float64(case, args)
+    assert not got[40:].astype(np.float32).any()
+    assert np.linalg.norm(got.astype(np.float64) - want) <= 5e-3 * np.linalg.norm(want)
+
+
+@pytest.mark.parametrize("spread", ["random", "huge", "sparse", "short", "none", "even"])
+@pytest.mark.parametrize("tile", [8, 16, 128])
+def test_row_tiles_cover_every_row_once(spread, tile):
+    rng = seeded(f"{spread} {tile}")
+    sizes = shapes.group_sizes(rng, 7, 100, spread)
+    table, count = (np.asarray(a) for a in tiles.row_tiles(jnp.asarray(sizes), 100, tile))
+    expert = np.append(np.repeat(np.arange(7), sizes), np.full(100 - sizes.sum(), -1))
+    seen = []
+    for matrix, first, rows in table[: count[0]]:
+        assert 0 < rows <= tile
+        assert (expert[first : first + rows] == matrix).all()
+        seen += range(first, first + rows)
+    assert seen == list(range(100))
+    assert not table[count[0] :, 2].any()
+
+
+def test_expected_tiles_match_a_simulation():
+    rng = seeded("tiles")
+    for mean, rows in ((1.0, 8), (16.0, 24), (40.0, 32), (1024.0, 216)):
+        drawn = np.ceil(rng.poisson(mean, 20000) / rows).mean()
+        assert abs(tiles.expected_tiles(mean, rows) - drawn) < 0.05
+
+
+@pytest.mark.parametrize("kind", ["fp4", "fp8", "bf16", "e4m3"])
+def test_column_order_is_a_permutation_within_a_step(kind):
+    x = jnp.arange(2 * 256).reshape(2, 256).astype(jnp.float32)
+    ordered = registers.order_columns(x, "fp4" if kind == "e4m3" else kind, e4m3=kind == "e4m3")
+    flat = np.asarray(ordered).reshape(2, 2, 128)
+    np.testing.assert_array_equal(np.sort(flat, -1).reshape(2, 256), np.asarray(x))
+    if kind == "fp4":  # register i of lane l holds codes 32 l + 8 j + p and + 4, i = 4 j + p
+        assert [int(v) for v in flat[0, 0, :8]] == [0, 4, 32, 36, 64, 68, 96, 100]
+    if kind == "e4m3":  # register i of lane l holds codes 32 l + 4 i and the next three
+        assert [int(v) for v in flat[0, 0, :8]] == [0, 1, 2, 3, 32, 33, 34, 35]
+
+
 def test_case_names_are_unique_and_counts_positive():
     assert len({c.name for c in shapes.CASES}) == len(shapes.CASES)
     assert all(c.flops > 0 and c.bytes > 0 for c in shapes.CASES)
@@ -205,6 +262,25 @@ class TestFormats:
         np.testing.assert_array_equal(np.asarray(formats.pow2ceil(jnp.asarray(above))), exact * 2)
         _, scale = formats.quantise_activations(jnp.full((1, 32), 448.0))
         assert float(scale[0, 0]) == 1.0
+
+    def test_one_scale_a_row_changes_only_what_is_far_below_it(self):
+        x = seeded("row scale").standard_normal((8, 128)).astype(np.float32)
+        x[:, 32:64] *= 2.0**-12
+        values, scale = formats.one_scale_a_row(jnp.asarray(x))
+        got = np.asarray(values).astype(np.float64) * np.asarray(scale)[:, None]
+        want = quantise_float64(x)
+        np.testing.assert_array_equal(got[:, :32], want[:, :32])
+        np.testing.assert_array_equal(got[:, 64:], want[:, 64:])
+        assert np.abs(got - want).max() <= np.asarray(scale).max() * 2.0**-10
+
+    def test_e4m3_rounding_is_that_of_the_type(self):
+        every = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        every = np.unique(every[np.isfinite(every)])
+        middle = (every[1:] + every[:-1]) / 2
+        x = np.concatenate([every, middle, np.nextafter(middle, np.float32(np.inf))])
+        got = np.asarray(jax.jit(formats.round_e4m3)(x))
+        want = x.astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        np.testing.assert_array_equal(got, want)
 
     @pytest.mark.parametrize(
         ("values", "scales", "message"),

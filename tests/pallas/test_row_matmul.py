@@ -2,6 +2,7 @@
 rows."""
 
 import functools
+import inspect
 import zlib
 
 import jax
@@ -9,9 +10,13 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels import row_matmul, target
+from pallas_kernels.blackwell import Plan
 from pallas_kernels.grouped_gemm.shapes import weight
+from pallas_kernels.row_matmul import blackwell, hopper, shapes
 
 BF16 = ml_dtypes.bfloat16
 NAMES = [i.name for i in row_matmul.IMPLEMENTATIONS if not i.misfit(target(), i.name)]
@@ -97,6 +102,30 @@ def check(n, k, kind, dtype, counts):
             np.testing.assert_array_equal(
                 part.view(np.uint8), whole[first : first + count].view(np.uint8)
             )
+
+
+def test_blackwell_schedule_in_interpret_mode():
+    x, w, _ = inputs(40, 128, 256, "bf16", BF16)
+    plan = Plan(128, 2, blocks=2, portable=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        call = functools.partial(blackwell.matmul, out_dtype=jnp.float32, shape=plan)
+        got = np.asarray(call(jnp.asarray(x), jnp.asarray(w)))
+        assert not interpret_pallas_call.get_races().races_found
+    want = x.astype(np.float64) @ np.asarray(w).astype(np.float64).T
+    assert np.linalg.norm(got - want) <= 1e-6 * np.linalg.norm(want)
+
+
+def test_three_bf16_terms_are_the_float32_weight():
+    w = np.random.default_rng(3).standard_normal((7, 50)).astype(np.float32)
+    parts = np.asarray(jax.jit(hopper.terms)(w)).astype(np.float64)
+    np.testing.assert_array_equal(parts.sum(0), w.astype(np.float64))
+
+
+def test_parts_of_k_depend_on_the_weight_alone():
+    for n, k, _ in shapes.RELEASED.values():
+        parts = hopper.parts_of_k(n, k)
+        assert k % (parts * 128) == 0
+    assert "rows" not in inspect.signature(hopper.parts_of_k).parameters
 
 
 def test_scales_may_be_bytes():

@@ -1,0 +1,77 @@
+"""Every GPU kernel at every released shape, compiled for H200 and B200 without a GPU: tensor-core
+instructions are there, nothing spills, registers stay within the case's bound."""
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pallas_kernels.cases import tagged
+
+AOT = Path(__file__).with_name("aot.py")
+pytestmark = pytest.mark.aot
+
+
+def load_aot():
+    spec = importlib.util.spec_from_file_location("aot", AOT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module", params=["H200", "B200"])
+def compiled(request, tmp_path_factory):
+    """The lines of one chip, compiled in a process of its own."""
+    reason = load_aot().missing()
+    if reason is not None:
+        pytest.skip(reason)
+    folder = tmp_path_factory.mktemp(request.param)
+    command = [sys.executable, str(AOT), request.param, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def case_of(line):
+    shapes = importlib.import_module(f"pallas_kernels.{line['op']}.shapes")
+    return next(c for c in tagged(shapes.CASES, "aot") if c.name == line["case"])
+
+
+def test_something_was_compiled(compiled):
+    assert {line["op"] for line in compiled if "kernels" in line} >= {"grouped_gemm", "row_matmul"}
+
+
+def test_no_spills_and_few_registers(compiled):
+    bad = [
+        f"{line['op']}.{line['case']} {line['implementation']}: {kernel}"
+        for line in compiled
+        for kernel in line.get("kernels", [])
+        if kernel["spilled"] or kernel["registers"] > case_of(line).registers
+    ]
+    assert not bad, "\n".join(bad)
+
+
+def test_products_in_flight_are_not_serialised(compiled):
+    bad = [line["case"] for line in compiled for k in line.get("kernels", []) if k["serialised"]]
+    assert not bad
+
+
+def test_tensor_core_instructions(compiled):
+    bad = []
+    for line in compiled:
+        if "kernels" not in line:
+            continue
+        wanted = dict(case_of(line).instructions).get(line["implementation"].split("_")[0], "")
+        names = {name for kernel in line["kernels"] for name in kernel["opcodes"]}
+        if wanted and not any(re.fullmatch(wanted, name) for name in names):
+            bad.append(f"{line['op']}.{line['case']} {line['implementation']}: no {wanted}")
+    assert not bad, "\n".join(bad)
+
+
+def test_declined_cases_say_why(compiled):
+    for line in compiled:
+        assert ("kernels" in line) != bool(line.get("declined"))
