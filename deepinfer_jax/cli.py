@@ -45,6 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     _inspect_options(commands.add_parser("inspect", help="what a checkpoint holds"))
     _layout_options(commands.add_parser("layout", help="show, compare and diff parallel layouts"))
     _bench_options(commands.add_parser("bench", help="measure"))
+    _doctor_options(commands.add_parser("doctor", help="what is here, and what is missing"))
     return parser
 
 
@@ -76,6 +77,20 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kernels", default="auto", help="auto, a name, or JSON {op: name}")
     engine.add_argument("--max-slots", type=int, default=8, help="requests computed at once")
     engine.add_argument("--max-context", type=int, default=1024, help="most tokens of a request")
+    _platform_options(parser)
+
+
+def _platform_options(parser: argparse.ArgumentParser) -> None:
+    device = parser.add_argument_group("device (default: jax decides)")
+    device.add_argument("--platform", metavar="NAME", help="cpu, cuda, or a plugin's name")
+    device.add_argument("--pjrt-plugin", metavar="PATH", help="library of the plugin so named")
+    device.add_argument("--plugin-option", action="append", default=[], metavar="K=V")
+
+
+def _platform_request(options: argparse.Namespace) -> Any:
+    from deepinfer_jax.runtime import platform
+
+    return platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)
 
 
 _SAMPLING: dict[str, type] = {
@@ -110,10 +125,13 @@ def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deepinfer_jax.config import Numerics
+    from deepinfer_jax.runtime import platform
     from deepinfer_jax.runtime.engine import LLM
     from deepinfer_jax.runtime.sampling_params import SamplingParams
 
     SamplingParams(**fields)  # refused before the model is read
+    for notice in platform.ready(_platform_request(options)).notices:
+        print(f"deepinfer-jax: {notice}", file=sys.stderr)
     speculate = options.speculate
     llm = LLM(
         options.model,
@@ -298,6 +316,20 @@ def _bench_kernels(options: argparse.Namespace) -> int:
     if options.png is not None:
         bench.plot_roofline(rows, best, options.png)
     return 0
+
+
+def _doctor_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler=_doctor)
+    parser.add_argument("--json", action="store_true")
+    _platform_options(parser)
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from deepinfer_jax.runtime import doctor
+
+    report = doctor.examine(_platform_request(options))
+    print(json.dumps(report.plain()) if options.json else report.text())
+    return 0 if report.works else 1
 
 
 if __name__ == "__main__":
