@@ -133,10 +133,13 @@ def run(
     implementations: Sequence[str] = ("auto",),
     only: Callable[[Case], bool] = lambda case: True,
     runs: int = 20,
-    tag: str = "bench",
+    tag: str | None = None,
     best: Ceilings | None = None,
 ) -> Iterator[Row]:
     """Times every case with `tag`, yielding rows as they are done.
+
+    Args:
+        tag: None takes the released shapes on a GPU and the small ones elsewhere.
 
     Raises:
         ValueError: an operation that does not exist.
@@ -145,6 +148,7 @@ def run(
         if op not in OPERATIONS:
             raise ValueError(f"ops: no operation {op!r}; expected one of {', '.join(OPERATIONS)}")
     best = best or ceilings(min(runs, 10))
+    tag = tag or ("bench" if jax.default_backend() == "gpu" else "test")
     for op in ops:
         shapes = importlib.import_module(f"pallas_kernels.{op}.shapes")
         for case in tagged(shapes.CASES, tag):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from pallas_kernels import Implementation, Kernels, Target
+from pallas_kernels import Implementation, Kernels, Target, bench
 
 
 def sds(shape, dtype):
@@ -128,3 +128,37 @@ def test_capability_limits(target, misfit):
     hopper = Implementation("hopper", "nowhere", ("gpu",), (9, 0), (10, 0))
     reason = hopper.misfit(target)
     assert (reason is None) if misfit is None else misfit in reason
+
+
+def test_bench_times_cases_and_writes_rows(tmp_path):
+    best = bench.ceilings(runs=2, side=64, copy_bytes=1 << 12)
+    assert best.tflops > 0 and best.tbs > 0
+    wanted = {"bf16_small", "gate_up_one_row"}
+    rows = list(
+        bench.run(
+            ("grouped_gemm", "row_matmul"), only=lambda c: c.name in wanted, runs=3, best=best
+        )
+    )
+    assert {row.case for row in rows} == wanted
+    assert all(row.median_us and row.low_us <= row.median_us <= row.high_us for row in rows)
+    declined = list(
+        bench.run(
+            ("row_matmul",),
+            implementations=("hopper",),
+            only=lambda c: c.name == "one_row",
+            runs=1,
+            best=best,
+        )
+    )
+    assert "needs platform gpu" in declined[0].note and declined[0].median_us is None
+    bench.write_csv(rows + declined, tmp_path / "rows.csv")
+    lines = (tmp_path / "rows.csv").read_text().splitlines()
+    assert lines[0].startswith("op,case,implementation,median_us") and len(lines) == 4
+    pytest.importorskip("matplotlib")
+    bench.plot_roofline(rows + declined, best, tmp_path / "roof.png")
+    assert (tmp_path / "roof.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_bench_names_an_unknown_operation():
+    with pytest.raises(ValueError, match="no operation 'gemm'"):
+        next(bench.run(("gemm",), best=bench.Ceilings(1.0, 1.0)))
