@@ -70,10 +70,12 @@ class Budget:
     def __init__(self, limits: Limits):
         self.limits = limits
         self.deadline = time.thread_time() + limits.seconds
+        self._calls = 0
 
     def check(self, what: str, amount: int = 0, limit: int | None = None) -> None:
         """Raise `TierError` if ``amount`` is over ``limit`` or the deadline has passed."""
         if limit is not None and amount > limit:
             raise TierError(f"more than {limit} {what}")
-        if time.thread_time() > self.deadline:
+        self._calls += 1
+        if self._calls % 16 == 1 and time.thread_time() > self.deadline:
             raise TierError(f"not compiled within {self.limits.seconds:g} s ({what})")

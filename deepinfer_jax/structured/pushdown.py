@@ -70,9 +70,32 @@ class Pushdown:
         return state == DONE
 
 
+def _productive(nfa: Nfa) -> set[int]:
+    """Nodes from which their rule can end; what hangs on others would only cloud the states."""
+    before: dict[int, list[tuple[int, str | None]]] = {}
+    for node in range(len(nfa.empty)):
+        for target in [*nfa.empty[node], *(t for label, t in nfa.edges[node] if label)]:
+            before.setdefault(target, []).append((node, None))
+        for rule, back in nfa.calls[node]:
+            before.setdefault(back, []).append((node, rule))
+    ends: set[str] = set()  # rules that are known to end
+    while True:
+        good = {end for _, end in nfa.rules.values()}
+        stack = list(good)
+        while stack:
+            for node, rule in before.get(stack.pop(), ()):
+                if node not in good and (rule is None or rule in ends):
+                    good.add(node)
+                    stack.append(node)
+        found = {rule for rule, (start, _) in nfa.rules.items() if start in good}
+        if found == ends:
+            return good
+        ends = found
+
+
 class _Construction:
     def __init__(self, nfa: Nfa):
-        self.nfa = nfa
+        self.nfa, self.good = nfa, _productive(nfa)
         labels = list({label: None for edges in nfa.edges for label, _ in edges})
         starts, classes, member = symbol_classes(labels, 256)
         sizes = np.diff(np.append(starts, 256))
@@ -81,33 +104,61 @@ class _Construction:
         of_label = {label: np.nonzero(member[i])[0].tolist() for i, label in enumerate(labels)}
         self.edges = [[(of_label[label], target) for label, target in edges] for edges in nfa.edges]
         self.end_of = {rule: end for rule, (_, end) in nfa.rules.items()}
+        self.rule_ends = frozenset(self.end_of.values())
+        self.reached: dict[int, tuple[tuple[Item, ...], int | None]] = {}
         self.states: dict[tuple[Frame, frozenset[Item]], int] = {}
         self.returns: dict[Return, int] = {}
         self.callee: list[Frame] = []  # frame that a return symbol comes back from
         self.finals: dict[frozenset[str], int] = {}
         self.ends: dict[Frame, set[frozenset[str]]] = {}
 
-    def closure(self, frame: Frame, kernel: set[Item]) -> frozenset[Item]:
-        """Items reachable without a byte, those kept that can move or complete the frame."""
-        nfa, seen, stack = self.nfa, set(kernel), list(kernel)
+    def inside(self, node: int) -> tuple[tuple[Item, ...], int | None]:
+        """What a node reaches without a byte, calls included: items that can move, and the end of
+        the node's own rule if that is reached."""
+        if node not in self.reached:
+            nfa, seen, stack = self.nfa, {((), node)}, [((), node)]
+            while stack:
+                pending, at = stack.pop()
+                fresh = [(pending, target) for target in nfa.empty[at]]
+                calls = [call for call in nfa.calls[at] if call[1] in self.good]
+                if calls and len(pending) >= _PENDING:
+                    raise TierError("rules call each other before the first byte (left recursion)")
+                fresh += [((*pending, call), nfa.rules[call[0]][0]) for call in calls]
+                if pending and at == self.end_of[pending[-1][0]]:
+                    fresh.append((pending[:-1], pending[-1][1]))
+                fresh = [item for item in fresh if item not in seen and item[1] in self.good]
+                seen.update(fresh)
+                stack += fresh
+                nfa.budget.check("items of one state", len(seen), 20_000)
+            moving = tuple(item for item in seen if self.edges[item[1]])
+            end = next((n for p, n in seen if not p and n in self.rule_ends), None)
+            self.reached[node] = moving, end
+        return self.reached[node]
+
+    def closure(self, kernel: set[Item]) -> frozenset[Item]:
+        """Items reachable without a byte that can move or complete the frame."""
+        found: set[Item] = set()
+        seen, stack = set(kernel), list(kernel)
         while stack:
             pending, node = stack.pop()
-            fresh = [(pending, target) for target in nfa.empty[node]]
-            if nfa.calls[node] and len(pending) >= _PENDING:
-                raise TierError("rules call each other before the first byte (left recursion)")
-            fresh += [((*pending, call), nfa.rules[call[0]][0]) for call in nfa.calls[node]]
-            if pending and node == self.end_of[pending[-1][0]]:
-                fresh.append((pending[:-1], pending[-1][1]))
-            fresh = [item for item in fresh if item not in seen]
-            seen.update(fresh)
-            stack += fresh
-            self.nfa.budget.check("items of one state", len(seen), 20_000)
-        ends = {self.end_of[rule] for rule in frame}
-        return frozenset((p, n) for p, n in seen if self.edges[n] or (not p and n in ends))
+            moving, end = self.inside(node)
+            if not pending:
+                found.update(moving)
+                if end is not None:
+                    found.add(((), end))
+                continue
+            found.update((pending + more, at) for more, at in moving)
+            after = (pending[:-1], pending[-1][1])
+            if end is not None and after not in seen:
+                seen.add(after)
+                stack.append(after)
+        if any(len(pending) > _PENDING for pending, _ in found):
+            raise TierError("rules call each other before the first byte (left recursion)")
+        return frozenset(found)
 
     def state(self, frame: Frame, kernel: set[Item]) -> int:
         """Number of a state, made when first asked for."""
-        key = (frame, self.closure(frame, kernel))
+        key = (frame, self.closure(kernel))
         if key not in self.states:
             self.states[key] = len(self.states) + START
             self.nfa.budget.check("states", len(self.states), self.nfa.budget.limits.states)
@@ -149,7 +200,8 @@ class _Construction:
                 for pending, node in items:
                     for classes, target in self.edges[node]:
                         for k in classes:
-                            kernels.setdefault(k, set()).add((pending, target))
+                            if target in self.good:
+                                kernels.setdefault(k, set()).add((pending, target))
                 actions, pushed = [0] * width, [0] * width
                 for k, kernel in kernels.items():
                     inner, rest, symbols = self.commit(frame, kernel)
