@@ -10,10 +10,10 @@ with its shape and dtype, and nothing else may be: an unread tensor is as wrong 
 """
 
 import collections
+import dataclasses
 import re
 from collections.abc import Iterable, Iterator, Mapping
 
-from converters import safetensors_io as st
 from converters.names import Entry, Table
 from deepinfer_jax.config import ModelConfig
 
@@ -24,7 +24,15 @@ _WHOLE_EXPERT = 3  # tensors: the weights of w1, w2, w3, with or without scales
 _WHOLE_LAYER = 8  # kinds of tensors; the smallest block (of the vision tower) has that many
 
 
-def compare(cfg: ModelConfig, table: Table, tensors: Mapping[str, st.Tensor]) -> list[str]:
+@dataclasses.dataclass(frozen=True)
+class Found:
+    """What the census knows of a tensor that is there."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def compare(cfg: ModelConfig, table: Table, tensors: Mapping[str, Found]) -> list[str]:
     """All differences; an empty list means every tensor is accounted for exactly once."""
     missing = [name for name in table.by_name if name not in tensors]
     unknown = [name for name in tensors if name not in table.by_name]
@@ -82,7 +90,7 @@ def _claim(cfg: ModelConfig, said: str) -> str:
     return f"; config.json has {field} = {getattr(cfg, field)}"
 
 
-def _differing(cfg: ModelConfig, table: Table, tensors: Mapping[str, st.Tensor]) -> Iterator[str]:
+def _differing(cfg: ModelConfig, table: Table, tensors: Mapping[str, Found]) -> Iterator[str]:
     groups: dict[str, list[str]] = collections.defaultdict(list)
     for name, entry in table.by_name.items():
         if name in tensors and (problem := _differs(cfg, entry, tensors[name], tensors)):
@@ -92,7 +100,7 @@ def _differing(cfg: ModelConfig, table: Table, tensors: Mapping[str, st.Tensor])
 
 
 def _differs(
-    cfg: ModelConfig, entry: Entry, tensor: st.Tensor, tensors: Mapping[str, st.Tensor]
+    cfg: ModelConfig, entry: Entry, tensor: Found, tensors: Mapping[str, Found]
 ) -> str | None:
     if tensor.dtype != entry.dtype:
         return f"dtype {tensor.dtype}, expected {entry.dtype}"

@@ -13,12 +13,14 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from converters import census, converted, names, recipes
+from converters import census, converted, dialects, names, recipes
 from converters import safetensors_io as st
 from converters.source import CheckpointError, Source, open_source, resolve
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram_hash
 
 SLICE_BYTES = 2**24
@@ -27,9 +29,16 @@ LOW_EXPONENT, HIGH_EXPONENT = 127 - 60, 127 + 20  # trained scales lie well insi
 
 @dataclasses.dataclass(frozen=True)
 class Checked:
-    """A checkpoint whose every tensor is accounted for: a recipe for each declared tensor."""
+    """A checkpoint whose every tensor is accounted for: a recipe for each declared tensor.
+
+    cfg, config: the source's, with storage as the tensors have it. stored: the source tensors by
+    official name.
+    """
 
     source: Source
+    cfg: ModelConfig
+    config: dict[str, Any]
+    stored: Mapping[str, dialects.Stored]
     table: names.Table
     recipes: Mapping[str, recipes.Recipe]
 
@@ -37,15 +46,39 @@ class Checked:
 def examine(path: str | Path) -> Checked:
     """Open and compare; raises `CheckpointError` with every finding, one line each."""
     source = open_source(path)
-    table = names.table(source.cfg)
-    problems = census.compare(source.cfg, table, source.tensors)
+    stored, problems = dialects.canonical(source.tensors)
+    cfg, config = source.cfg, source.config
+    table = names.table(cfg)
+    needed = dialects.storage(names.table(dataclasses.replace(cfg, dense_dtype="fp8")), stored)
+    if needed != {"dense_dtype": cfg.dense_dtype, "expert_dtype": cfg.expert_dtype}:
+        config = with_storage(config, cfg, needed)
+        cfg = ModelConfig.from_hf(config)
+        table = names.table(cfg)
+    found, seen, more = recipes.build(cfg, table, stored)
+    problems += [*more, *census.compare(cfg, table, seen)]
     try:
-        engram_hash.hash_constants(source.cfg)
+        engram_hash.hash_constants(cfg)
     except ValueError as error:
         problems.append(f"config.json: {error}")
     if problems:
         raise CheckpointError(f"{source.path}: {problem}" for problem in problems)
-    return Checked(source, table, recipes.official(table, source.tensors))
+    return Checked(source, cfg, config, stored, table, found)
+
+
+def with_storage(
+    config: Mapping[str, Any], cfg: ModelConfig, needed: Mapping[str, str]
+) -> dict[str, Any]:
+    """config.json with the section that says how matrices are kept made true."""
+    changed = {key: value for key, value in config.items() if key != "quantization_config"}
+    if set(needed.values()) != {"bf16"}:
+        section = {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": list(cfg.weight_block_size),
+            "scale_fmt": "ue8m0",
+        }
+        changed["quantization_config"] = section | config.get("quantization_config", {}) | needed
+    return changed
 
 
 def deep(checked: Checked) -> Iterator[str]:

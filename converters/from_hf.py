@@ -33,7 +33,7 @@ from converters import safetensors_io as st
 from converters.check import examine
 from converters.converted import FORMAT, FORMAT_VERSION, MANIFEST, SOURCE, TOKEN_MAP, WEIGHTS
 from converters.progress import Progress
-from converters.recipes import raw
+from converters.recipes import Copy, raw
 from converters.shards import ShardWriter
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, Source, resolve
 from converters.target import Target, refuse_nesting
@@ -53,6 +53,7 @@ def convert(
     *,
     memory: int = 1024 * MIB,
     workers: int | None = None,
+    target: str = "native",
     text_only: bool = False,
     only: Sequence[str] = (),
     restart: bool = False,
@@ -61,7 +62,8 @@ def convert(
     """Convert a checkpoint folder; returns the finished folder.
 
     memory: budget in bytes for the workers' buffers, over the interpreter's own memory. workers:
-    threads. only: path prefixes to keep (a slice). restart: discard an interrupted run.
+    threads. target: "native" or "bf16". only: path prefixes to keep (a slice). restart: discard an
+    interrupted run.
     Raises `CheckpointError` (one line a finding); nothing is written if the source is at fault.
     """
     workers = default() if workers is None else workers
@@ -71,7 +73,7 @@ def convert(
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
     checked = examine(source)
-    job = plan.job(checked, text_only, only)
+    job = plan.job(checked, target, text_only, only)
     classes = _classes(checked.source, job)
     identity = checked.source.identity()
     basis = {
@@ -79,26 +81,36 @@ def convert(
         "source": identity,
         "options": job.options,
     }
-    target = Target(destination, basis, restart)
+    folder = Target(destination, basis, restart)
     try:
-        work = _Conversion(job, target, workers, block)
-        target.require_space(work.remaining)
+        work = _Conversion(job, folder, workers, block)
+        folder.require_space(work.remaining)
         with Progress("convert", job.table.nbytes, work.finished, quiet=quiet) as progress:
             digests = work.run(progress)
-        _copy_files(checked.source, job, target.path, classes)
-        store.write_metadata(target.path / WEIGHTS, job.table.params)
+        _copy_files(checked.source, job, folder.path, classes)
+        store.write_metadata(folder.path / WEIGHTS, job.table.params)
         manifest = {
             "format": FORMAT,
             "format_version": FORMAT_VERSION,
             "options": job.options,
             "source": identity,
+            "names": _spelled(job),
             "tensors": {name: digests[name] for name in job.table.by_name},
         }
-        return target.finish(json.dumps(manifest, indent=1).encode() + b"\n", MANIFEST)
+        return folder.finish(json.dumps(manifest, indent=1).encode() + b"\n", MANIFEST)
     except OSError as error:
-        raise CheckpointError([f"{target.path}: {error}; run again to resume"]) from error
+        raise CheckpointError([f"{folder.path}: {error}; run again to resume"]) from error
     finally:
-        target.close()
+        folder.close()
+
+
+def _spelled(job: plan.Job) -> dict[str, list[Any]]:
+    """official name -> [source tensor, byte offset in it], where these are not the same."""
+    return {
+        name: [recipe.stored.tensor.name, recipe.stored.offset]
+        for name, recipe in job.recipes.items()
+        if isinstance(recipe, Copy) and (recipe.stored.tensor.name != name or recipe.stored.offset)
+    }
 
 
 def _classes(source: Source, job: plan.Job) -> np.ndarray | None:
@@ -239,6 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--revision", help="of a Hub id")
     parser.add_argument("--memory", type=int, default=1024, metavar="MIB", help="of buffers (1024)")
     parser.add_argument("--workers", type=int, help=f"threads ({default()})")
+    parser.add_argument("--target", default="native", choices=plan.TARGETS)
     parser.add_argument("--text-only", action="store_true", help="leave the vision tower out")
     parser.add_argument("--only", action="append", default=[], metavar="PATH", help="keep a path")
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")
@@ -250,6 +263,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.destination,
             memory=options.memory * MIB,
             workers=options.workers,
+            target=options.target,
             text_only=options.text_only,
             only=options.only,
             restart=options.restart,

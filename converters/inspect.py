@@ -72,7 +72,7 @@ def inspect(path: str | Path, layout: Layout | None = None) -> Description:
         kind = "converted"
     else:
         checked = examine(path)
-        cfg, table = checked.source.cfg, checked.table
+        cfg, table = checked.cfg, checked.table
         origin, kind = {"source": checked.source.identity()}, "official"
     found: dict[str, Any] = {
         "path": str(path),

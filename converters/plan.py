@@ -1,8 +1,9 @@
 """What a conversion writes: the tree it aims at, cut into pieces of one shard file each.
 
 A `Job` is a target config with its name table and a recipe for each tensor. The native job copies
-every tensor; narrower jobs drop the vision tower (its config loses `vision_config`) or keep only
-some paths of the tree, which is how one layer of the real model becomes a benchmark's checkpoint.
+every tensor; others dequantise matrices to bfloat16, drop the vision tower (the config loses
+`vision_config`), or keep only some paths of the tree, which is how one layer of the real model
+becomes a benchmark's checkpoint.
 """
 
 import dataclasses
@@ -18,6 +19,8 @@ from converters.check import Checked
 from converters.grid import Grid, Region, grid
 from converters.source import CheckpointError
 from deepinfer_jax.config import ModelConfig
+
+TARGETS = ("native", "bf16")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,31 +66,47 @@ class Piece:
         return tuple(axis.stop - axis.start for axis in self.region)
 
 
-def job(checked: Checked, text_only: bool = False, only: Sequence[str] = ()) -> Job:
-    """The native job of a checkpoint, narrowed on request.
+def job(
+    checked: Checked, target: str = "native", text_only: bool = False, only: Sequence[str] = ()
+) -> Job:
+    """What to write of a checkpoint: its own bits, or narrowed or widened on request.
 
-    only: path prefixes of the tree (`layers/3`, `embed`); the result is a slice, not a model.
+    target: "native", or "bf16" (all matrices but the Engram tables dequantised, exactly). only:
+    path prefixes of the tree (`layers/3`, `embed`); the result is a slice, not a model.
     """
-    source, table = checked.source, checked.table
-    config = (source.path / "config.json").read_bytes()
-    cfg, options = source.cfg, {}
+    cfg, config, table = checked.cfg, dict(checked.config), checked.table
+    found, options = checked.recipes, {}
+    if target not in TARGETS:
+        raise CheckpointError([f"target = {target!r}; expected one of {', '.join(TARGETS)}"])
+    if target == "bf16":
+        options["target"] = target
+        config.pop("quantization_config", None)
     if text_only:
         options["text_only"] = True
-        raw = {key: value for key, value in source.config.items() if key != "vision_config"}
-        config = json.dumps(raw, indent=2).encode()
-        cfg = ModelConfig.from_hf(raw)
+        config.pop("vision_config", None)
+    if options:
+        cfg = ModelConfig.from_hf(config)
         table = names.table(cfg)
+        found, _, problems = recipes.build(cfg, table, checked.stored)
+        if problems:
+            raise CheckpointError(problems)
     if only:
         options["only"] = sorted(only)
         kept = [leaf for leaf in table.by_leaf if names.under(leaf, only)]
-        lonely = [
-            prefix for prefix in only if not any(names.under(leaf, [prefix]) for leaf in kept)
-        ]
+        lonely = [path for path in only if not any(names.under(leaf, [path]) for leaf in kept)]
         if lonely:
             raise CheckpointError([f"--only {lonely[0]}: no leaf of the tree is under this path"])
         table = table.only(kept)
-    found = {name: checked.recipes[name] for name in table.by_name}
-    return Job(config, cfg, table, found, options)
+    used = {name: found[name] for name in table.by_name}
+    if target == "native" and not all(isinstance(item, recipes.Copy) for item in used.values()):
+        options["recoded"] = True
+    same = config == checked.source.config
+    written = (checked.source.path / "config.json").read_bytes() if same else _json(config)
+    return Job(written, cfg, table, used, options)
+
+
+def _json(config: Mapping[str, Any]) -> bytes:
+    return json.dumps(config, indent=2).encode() + b"\n"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A checkpoint folder in the official on-disk format, opened read-only: config, index, headers.
+"""A checkpoint folder of safetensors shards, opened read-only: config, index, headers.
 
 `open_source` answers what is really there before any weight is read. It keeps apart what looks
 alike: a shard the index names but the folder lacks, an index left over from other shards, and a
@@ -19,6 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from converters import dialects
 from converters import safetensors_io as st
 from deepinfer_jax.config import ModelConfig
 
@@ -122,6 +123,8 @@ def open_source(path: str | Path) -> Source:
     except ValueError as error:
         problems.append(str(error))
     headers, tensors, more = read_shards(path)
+    if reason := dialects.foreign(tensors):
+        raise CheckpointError([f"{path}: {reason}"])
     problems += more
     if problems or cfg is None or config is None:
         raise CheckpointError(problems)

@@ -9,6 +9,7 @@ Streamed by tensor and by row slice, resumed by shard, and finished by one renam
 """
 
 import argparse
+import collections
 import dataclasses
 import hashlib
 import json
@@ -84,7 +85,8 @@ def convert(
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target.path / name)
-        shutil.copyfile(source / "config.json", target.path / "config.json")
+        config = source / SOURCE / "config.json" if opened.is_exact else source / "config.json"
+        shutil.copyfile(config, target.path / "config.json")
         if opened.is_exact and (source / SOURCE / INDEX).is_file():
             return target.finish((source / SOURCE / INDEX).read_bytes(), INDEX)
         placed = {entry.name: shard.name for shard in shards for entry in shard.entries}
@@ -99,12 +101,21 @@ def convert(
 def plan(opened: Converted) -> Iterator[Shard]:
     """The files to write: the source's own, or new ones of at most `SHARD_BYTES`."""
     if opened.is_exact:
+        spelled = opened.manifest["names"]
+        places: dict[str, list[tuple[int, Entry]]] = collections.defaultdict(list)
+        for name, entry in opened.table.by_name.items():
+            source, offset = spelled.get(name, (name, 0))
+            places[source].append((offset, entry))
         for name in opened.manifest["source"]["files"]:
             block = (opened.path / SOURCE / f"{name}.header").read_bytes()
             found = [item for item in json.loads(block[8:]).items() if item[0] != "__metadata__"]
             found.sort(key=lambda item: item[1]["data_offsets"])
-            entries = tuple(opened.table.by_name[tensor] for tensor, _ in found)
-            yield Shard(name, block, entries)
+            entries = [
+                entry
+                for tensor, _ in found
+                for _, entry in sorted(places[tensor], key=lambda place: place[0])
+            ]
+            yield Shard(name, block, tuple(entries))
         return
     groups: list[list[Entry]] = [[]]
     size = 0

@@ -89,7 +89,7 @@ def read(
         cfg, present, reader, classes = found.cfg, found.table.params, found, found.token_map()
     else:
         checked = examine(path)
-        cfg, present, reader = checked.source.cfg, checked.table.params, Official(checked)
+        cfg, present, reader = checked.cfg, checked.table.params, Official(checked)
         classes = _token_map(path, cfg)
     if layout is not None and mesh is None:
         mesh = layout.mesh()

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from converters import from_hf, synthetic
+from converters import safetensors_io as st
+from converters.source import INDEX
 
 
 @pytest.fixture(scope="session")
@@ -38,5 +41,32 @@ def edit() -> Callable[..., None]:
         value = json.loads(file.read_text(encoding="utf-8"))
         change(value)
         file.write_text(json.dumps(value), encoding="utf-8")
+
+    return apply
+
+
+@pytest.fixture
+def rewrite() -> Callable[..., None]:
+    """Rewrite every shard and the index of a folder after a change of each tensor.
+
+    `rewrite(folder, change)` calls change(name, {"dtype", "shape", "data"}) and expects the tensors
+    that stand in its place: {name: the same keys}, possibly renamed, several or none.
+    """
+
+    def apply(folder: Path, change: Callable[[str, dict], dict]) -> None:
+        placed = {}
+        for file in sorted(folder.glob("*.safetensors")):
+            header, kept = st.read_header(file), {}
+            with st.Reader() as reader:
+                for name, tensor in header.tensors.items():
+                    data = np.empty(tensor.nbytes, np.uint8)
+                    reader.read_into(tensor, memoryview(data))
+                    item = {"dtype": tensor.dtype, "shape": tensor.shape, "data": data}
+                    kept |= change(name, item)
+            entries = [(name, item["dtype"], item["shape"]) for name, item in kept.items()]
+            st.write(file, st.header_bytes(entries), [item["data"] for item in kept.values()])
+            placed |= dict.fromkeys(kept, file.name)
+        index = {"metadata": {}, "weight_map": placed}
+        (folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
 
     return apply
