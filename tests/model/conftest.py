@@ -1,4 +1,4 @@
-"""The tiny golden checkpoint, what other implementations computed with it, and ours, loaded once."""
+"""The tiny golden checkpoint, what other implementations computed with it, and our model of it."""
 
 import functools
 from collections.abc import Callable, Sequence
