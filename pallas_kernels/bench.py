@@ -69,7 +69,7 @@ def measure(f: Callable[..., Any], args: Sequence[Any], runs: int) -> list[float
 
         _, times = profiler.measure(f, iterations=runs)(*args)
         if times is not None:
-            return sorted(1e-3 * t for t in ([times] if runs == 1 else times))
+            return sorted(1e-3 * t for t in (times if isinstance(times, list) else [times]))
     jax.block_until_ready(f(*args))
     found = []
     for _ in range(runs):
@@ -178,10 +178,10 @@ def plot_roofline(rows: Sequence[Row], best: Ceilings, path: Path | str) -> None
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 5))
-    done = [row for row in rows if row.tflops and row.tbs]
-    for op in dict.fromkeys(row.op for row in done):
-        mine = [row for row in done if row.op == op]
-        axes.scatter([r.tflops / r.tbs for r in mine], [r.tflops for r in mine], s=18, label=op)
+    done = [(r.op, r.tflops, r.tbs) for r in rows if r.tflops is not None and r.tbs is not None]
+    for op in dict.fromkeys(name for name, _, _ in done):
+        mine = [(flops, rate) for name, flops, rate in done if name == op]
+        axes.scatter([f / b for f, b in mine], [f for f, _ in mine], s=18, label=op)
     intensity = [2.0**e for e in range(-2, 15)]
     roof = [min(best.tflops, best.tbs * i) for i in intensity]
     axes.plot(intensity, roof, color="black", linewidth=1, label="measured ceilings")

@@ -16,16 +16,19 @@ itself is tested on a CPU.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import formats, stores, widen
 from pallas_kernels.tiles import COPY_REGISTERS, STEP, Product, one_matrix, row_tiles
+
+plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
 TILE = 128
 
@@ -104,7 +107,8 @@ def multiply(
 
 
 def _kernel(product: Product, plan: Plan):
-    kind, scaled, paired = product.kind, product.e4m3, product.limit is not None
+    kind, scaled, limit = product.kind, product.e4m3, product.limit
+    paired = limit is not None
     c, members = plan.channels, 2 if paired else 1
     steps, weight_tiles = product.k // STEP, product.width // c
     halves = 1 if scaled else 2  # 128 bytes of a row: 128 columns of e4m3, 64 of bf16
@@ -269,10 +273,10 @@ def _kernel(product: Product, plan: Plan):
                     for a in acc
                 ]
                 value = values[0]
-                if paired:
+                if limit is not None:
                     gate, up = (v.astype(jnp.bfloat16).astype(jnp.float32) for v in values)
-                    gate = jnp.minimum(gate, product.limit)
-                    up = jnp.maximum(jnp.minimum(up, product.limit), -product.limit)
+                    gate = jnp.minimum(gate, limit)
+                    up = jnp.maximum(jnp.minimum(up, limit), -limit)
                     weight = plgpu.load(
                         route.at[pl.ds(first, TILE)],
                         layout=plgpu.Layout.TCGEN05.reduce(1),

@@ -17,6 +17,7 @@ applied as two normal factors.
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int32, Shaped, UInt8
 
 GROUP = 32
@@ -123,6 +124,17 @@ def pow2ceil(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     exponent = (bits >> 23) + (bits & 0x7FFFFF != 0).astype(jnp.uint32)
     return jax.lax.bitcast_convert_type(exponent << 23, jnp.float32)
+
+
+def rounded(x: Float[Array, "*shape"], dtype: DTypeLike) -> Float[Array, "*shape"]:
+    """float32 in `dtype`, rounded even where the result is widened again at once.
+
+    XLA:GPU drops a cast to a narrow type and back as "excess precision"; an explicit rounding it
+    keeps.
+    """
+    if dtype == jnp.bfloat16:
+        x = jax.lax.reduce_precision(x, 8, 7)
+    return x.astype(dtype)
 
 
 def round_e4m3(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

@@ -13,11 +13,13 @@ The order of K is the same for every tile shape, so a row has the same bits howe
 are.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import registers, stores
@@ -32,6 +34,8 @@ from pallas_kernels.tiles import (
     parts,
     row_tiles,
 )
+
+plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
 
 def multiply(
@@ -171,7 +175,7 @@ def _kernel(product: Product, plan: Plan):
 
         def compute_item(i, matrix, first, size, m, split, at):
             scale_at = lax.rem(i, 2) * (copies * scale_lines * 128)
-            lookup = dict(rows=owned, pitch=pitch)
+            lookup: dict[str, Any] = dict(rows=owned, pitch=pitch)
             largest = None
             if kind == "fp4":
                 plgpu.barrier_wait(scale_full.at[lax.rem(i, 2)])
@@ -181,7 +185,9 @@ def _kernel(product: Product, plan: Plan):
             def left_operand(slot, half, column, packed):
                 """Weights of one product of a step, and whether their slot is free again."""
                 if kind == "fp4":
-                    return registers.expand_fp4(*packed, half, e4m3=product.e4m3), half == 0
+                    words, tables = packed
+                    left = registers.expand_fp4(words, tables, half, e4m3=product.e4m3)
+                    return left, half == 0
                 codes = weight_smem.at[slot, half]
                 if kind == "bf16":
                     return codes.at[pl.ds(group * 64, 64)], False
@@ -248,7 +254,7 @@ def _kernel(product: Product, plan: Plan):
             acc, at = pl.run_scoped(accumulate, plgpu.ACC((64, n), jnp.float32))
             if kind == "fp4":
                 plgpu.barrier_arrive(scale_empty.at[lax.rem(i, 2)])
-            if product.e4m3:
+            if largest is not None:
                 acc = stores.rescale(acc, largest, row_scale, first)
             write(acc, first, size, m, split)
             return at
@@ -258,7 +264,7 @@ def _kernel(product: Product, plan: Plan):
                 columns = slice(start, min(start + store_rows, n))
                 out = out_smem.at[group]
                 shift = 0 if kind == "bf16" or product.e4m3 else registers.SHIFT
-                if paired:
+                if product.limit is not None:
                     stores.store_swiglu(
                         acc, route, out.at[0], first,
                         columns=columns, limit=product.limit, shift=shift,

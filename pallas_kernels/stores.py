@@ -7,11 +7,13 @@ lines that exist to memory. Plain copies instead of TMA: the number of rows is k
 device.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array as fa
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 from jaxtyping import Array
@@ -28,6 +30,8 @@ from pallas_kernels.registers import (
     shifted,
     thread_place,
 )
+
+plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
 PLAIN_16 = (plgpu.TilingTransform((1, 64)), plgpu.SwizzleTransform(128))
 PLAIN_32 = (plgpu.TilingTransform((1, 32)), plgpu.SwizzleTransform(128))

@@ -7,10 +7,12 @@ product) or to bf16 (scale applied, times 2^-SHIFT as in registers.py). One thre
 bf16 columns come out in the order of `order_columns`.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic.gpu import utils
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, gpu, llvm, vector
 from jaxtyping import Array, Shaped
@@ -29,6 +31,8 @@ from pallas_kernels.registers import (
     scale_factor,
     shifted,
 )
+
+plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
 TILE_16 = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
 TILE_8 = (plgpu.TilingTransform((8, 128)), plgpu.SwizzleTransform(128))

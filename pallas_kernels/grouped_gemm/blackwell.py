@@ -33,7 +33,8 @@ def _multiply(
     scaled = kind == "fp4" and act_quant
     if act_quant and not scaled:
         x = formats.round_trip_activations(x)
-    product = Product(kind, *x.shape, values[0].size // values.shape[-1], limit, e4m3=scaled)
+    (rows, k), matrix = x.shape, values[0].size // values.shape[-1]
+    product = Product(kind, rows, k, matrix, limit, e4m3=scaled)
     shape = shape or (Plan(128, 3) if scaled else Plan(64, 2))
     flat = jnp.zeros((128,), jnp.uint8)
     if scales is not None:

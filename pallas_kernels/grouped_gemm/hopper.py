@@ -49,8 +49,9 @@ def _multiply(
     if kind is None or (e4m3 and kind != "fp4"):
         raise NotImplementedError(f"no kernel for {values.dtype} weights")
     matrix = values[0].size // values.shape[-1]
-    product = Product(kind, *x.shape, matrix, limit, e4m3=e4m3)
-    shape = shape or plan(x.shape[0], values.shape[0], matrix // 64)
+    rows, k = x.shape
+    product = Product(kind, rows, k, matrix, limit, e4m3=e4m3)
+    shape = shape or plan(rows, values.shape[0], matrix // 64)
     tiles.check(product, shape, single=False)
     if kind == "fp8" and product.width % 32:
         raise NotImplementedError(f"{product.width} channels do not fill blocks of 32")

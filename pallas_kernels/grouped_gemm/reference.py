@@ -47,7 +47,8 @@ def _masked_product(
 
     empty = jnp.zeros((x.shape[0], values.shape[-2]), jnp.float32)
     index = jnp.arange(values.shape[0], dtype=jnp.int32)
-    return jax.lax.scan(one, empty, (index, values, scales))[0].astype(x.dtype)
+    product = jax.lax.scan(one, empty, (index, values, scales))[0]
+    return formats.rounded(product, x.dtype)
 
 
 def _clean(

@@ -86,7 +86,8 @@ def gate_up(
     real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     x = jnp.where(real[:, None], x, jnp.zeros((), x.dtype))
     x = formats.round_trip_activations(x) if act_quant else x
-    product = _product(x, values, scales, group_sizes).astype(x.dtype).reshape(x.shape[0], 2, -1)
+    product = formats.rounded(_product(x, values, scales, group_sizes), x.dtype)
+    product = product.reshape(x.shape[0], 2, -1)
     return swiglu(product[:, 0], product[:, 1], jnp.where(real, route_weight, 0.0), limit).astype(
         x.dtype
     )
