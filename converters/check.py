@@ -46,10 +46,13 @@ class Checked:
 def examine(path: str | Path) -> Checked:
     """Open and compare; raises `CheckpointError` with every finding, one line each."""
     source = open_source(path)
-    stored, problems = dialects.canonical(source.tensors)
     cfg, config = source.cfg, source.config
     table = names.table(cfg)
-    needed = dialects.storage(names.table(dataclasses.replace(cfg, dense_dtype="fp8")), stored)
+    stored, problems = dialects.canonical(source.tensors, table.by_name)
+    native = table
+    if cfg.dense_dtype != "fp8":
+        native = names.table(dataclasses.replace(cfg, dense_dtype="fp8"))
+    needed = dialects.storage(native, stored)
     if needed != {"dense_dtype": cfg.dense_dtype, "expert_dtype": cfg.expert_dtype}:
         config = with_storage(config, cfg, needed)
         cfg = ModelConfig.from_hf(config)

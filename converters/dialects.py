@@ -12,7 +12,7 @@ Spellings: the released names; the names of transformers' `deepseek_v4` (with `m
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 
 from converters import safetensors_io as st
 from converters.names import Table
@@ -78,12 +78,18 @@ def rename(name: str) -> str:
     return name
 
 
-def canonical(tensors: Mapping[str, st.Tensor]) -> tuple[dict[str, Stored], list[str]]:
-    """Source tensors by official name, stacked experts taken apart; and clashes of names."""
+def canonical(
+    tensors: Mapping[str, st.Tensor], official: Container[str] = ()
+) -> tuple[dict[str, Stored], list[str]]:
+    """Source tensors by official name, stacked experts taken apart; and clashes of names.
+
+    official: names that need no look.
+    """
     found: dict[str, Stored] = {}
     problems = []
     for source, tensor in tensors.items():
-        for name, stored in _parts(rename(source), tensor):
+        spelled = source if source in official else rename(source)
+        for name, stored in _parts(spelled, tensor):
             if name in found:
                 first = found[name].tensor.name
                 problems.append(f"{first} and {source} are both {name}")
@@ -92,8 +98,8 @@ def canonical(tensors: Mapping[str, st.Tensor]) -> tuple[dict[str, Stored], list
 
 
 def _parts(name: str, tensor: st.Tensor) -> Iterator[tuple[str, Stored]]:
-    match = _STACKED.match(name)
-    if match is None or len(tensor.shape) != 3:
+    match = _STACKED.match(name) if len(tensor.shape) == 3 else None
+    if match is None:
         yield name, Stored(tensor, 0, tensor.dtype, tensor.shape)
         return
     experts, rows, columns = tensor.shape
@@ -124,12 +130,11 @@ def foreign(tensors: Mapping[str, st.Tensor]) -> str | None:
             "NVFP4 experts (e4m3 scales of 16 columns and a scale a tensor), which MXFP4 and "
             "bfloat16 cannot hold exactly; convert the official checkpoint"
         )
-    official = {rename(name) for name in tensors}
-    if any(name.endswith((".gate.tid2eid", ".compressor.ape")) for name in official):
+    if ends & {"tid2eid", "ape", "position_bias"}:
         return "DeepSeek-V4 tensors (tid2eid, ape), whatever config.json says; V4.1 has none"
-    if any(re.match(r"mtp\.\d+\.(?:e_proj|h_proj|enorm|hnorm)\.", name) for name in official):
+    if any(re.search(r"\bmtp\.\d+\.(?:e_proj|h_proj|enorm|hnorm)\.", name) for name in tensors):
         return "the old next-token module of V3 and V4 (mtp.*.e_proj); V4.1 drafts with DSpark"
-    if official and all(name.startswith("mtp.") for name in official):
+    if tensors and all(re.match(r"(?:model\.)?mtp\.", name) for name in tensors):
         return (
             "only a drafter (mtp.*): embedding, head and layers are the target model's; convert a "
             "full checkpoint"

@@ -6,6 +6,7 @@ every tensor; others dequantise matrices to bfloat16, drop the vision tower (the
 becomes a benchmark's checkpoint.
 """
 
+import collections
 import dataclasses
 import json
 import math
@@ -98,8 +99,9 @@ def job(
             raise CheckpointError([f"--only {lonely[0]}: no leaf of the tree is under this path"])
         table = table.only(kept)
     used = {name: found[name] for name in table.by_name}
-    if target == "native" and not all(isinstance(item, recipes.Copy) for item in used.values()):
-        options["recoded"] = True
+    recoded = collections.Counter(type(recipe).__name__.lower() for recipe in used.values())
+    if target == "native" and recoded.keys() - {"copy"}:
+        options["recoded"] = {kind: n for kind, n in recoded.items() if kind != "copy"}
     same = config == checked.source.config
     written = (checked.source.path / "config.json").read_bytes() if same else _json(config)
     return Job(written, cfg, table, used, options)

@@ -9,11 +9,13 @@ zeros and take no space on disk, which is how the 510 GB of the release fit a la
 `draw_config` draws a small config with deliberately awkward sizes.
 """
 
+import argparse
 import dataclasses
 import itertools
 import json
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ from converters import safetensors_io as st
 from converters.recipes import raw
 from converters.source import INDEX
 from converters.token_map import token_map
-from deepinfer_jax import spec
+from deepinfer_jax import shipped, spec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram_hash
 
@@ -261,3 +263,28 @@ def draw_config(seed: int, vision: bool = False) -> dict[str, Any]:
             "expert_dtype": "fp4",
         },
     }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line: `python -m converters.synthetic DST [--config NAME | --draw SEED]`."""
+    parser = argparse.ArgumentParser(prog="python -m converters.synthetic", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("destination", type=Path, help="folder to create")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--config", default="v41-tiny", help="config.json, or a shipped name")
+    kind.add_argument("--draw", type=int, metavar="SEED", help="draw a small config instead")
+    parser.add_argument("--seed", type=int, default=0, help="of the values")
+    parser.add_argument("--shards", type=int, default=2)
+    parser.add_argument("--sparse", action="store_true", help="full size, no values, no disk space")
+    options = parser.parse_args(arguments)
+    if options.draw is not None:
+        config = draw_config(options.draw, vision=True)
+    else:
+        config = json.loads(shipped.find("models", options.config).read_text(encoding="utf-8"))
+    values = {"seed": options.seed, "shards": options.shards, "sparse": options.sparse}
+    print(write(options.destination, config, **values))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
