@@ -237,7 +237,7 @@ _FIXES = (
     ("no such file", "give the path of the plugin's shared library"),
     (
         "Mismatched PJRT",
-        "install the plugin release made for jax {jax}, or the jax it was made for",
+        "install the plugin release made for jax {jax}, or the jax it was for",
     ),
     ("GetPjrtApi not found", "this library is no PJRT plugin: give the one exporting GetPjrtApi"),
     ("Failed to open", "`file PATH` and `ldd PATH` say what is wrong or missing"),
