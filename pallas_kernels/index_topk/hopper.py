@@ -22,13 +22,14 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.index_topk import keys as stored
+from pallas_kernels.index_topk import lists
 from pallas_kernels.index_topk.reference import Keys
 
 TILE = 64
 WIDTH = 128
 POOL_BLOCK = 8
 LISTS = 16384  # entries of a merge by one warpgroup
-CHUNKS = {1: (4, 8192), 2: (4, 8192), 3: (3, 4096), 4: (3, 4096)}  # rows -> groups, chunk
+CHUNKS = {1: (4, 8192), 2: (4, 4096), 3: (3, 4096), 4: (3, 2048)}  # rows -> groups, chunk
 
 
 def select(
@@ -70,9 +71,9 @@ def select(
         listed = jnp.take_along_axis(
             jnp.repeat(entries, rows, axis=0), jnp.maximum(position, 0), axis=1
         )
-        split = lambda x: x.reshape(groups * rows, 1, *x.shape[2:])  # noqa: E731
-        args = (split(q), split(weights), (values, scales, listed), count.reshape(-1, 1))
-        found = select(*args, k=k)[:, 0]
+        alone = (groups * rows, 1)
+        args = (q.reshape(*alone, heads, width), weights.reshape(*alone, heads))
+        found = select(*args, (values, scales, listed), count.reshape(alone), k=k)[:, 0]
         picked = jnp.take_along_axis(position, jnp.maximum(found, 0), axis=1)
         return jnp.where(found < 0, -1, picked).reshape(groups, rows, k)
     return _select(q, weights, values, scales, entries, visible, k, pool)
@@ -113,7 +114,7 @@ def _select(q, weights, values, scales, entries, visible, k, pool):
     visible = jnp.minimum(visible, total)
     workers, chunk = CHUNKS[together]
     chunks = -(-whole // chunk)
-    keep = -(-k // 8) * 8  # places of a list, so that lists stay aligned
+    keep = _places(k)
     score = _score_program(
         groups, parts, together, heads, whole, chunk, workers, k, pool is not None, _processors()
     )
@@ -122,26 +123,50 @@ def _select(q, weights, values, scales, entries, visible, k, pool):
     )
     lines = groups * parts * together
     best, index = best.reshape(lines, chunks * keep), index.reshape(lines, chunks * keep)
-    while best.shape[1] > keep:
-        lists = best.shape[1] // keep
-        per = max(2, LISTS // keep)
-        fold = -(-lists // per)
-        fill = fold * min(per, lists) - lists
-        best = jnp.pad(best, ((0, 0), (0, fill * keep)), constant_values=-jnp.inf)
-        index = jnp.pad(index, ((0, 0), (0, fill * keep)), constant_values=-1)
-        size = best.shape[1] // fold
-        best, index = _merge_program(lines * fold, size, k)(
-            best.reshape(lines * fold, size), index.reshape(lines * fold, size)
-        )
-        best, index = best.reshape(lines, fold * keep), index.reshape(lines, fold * keep)
-    index = index[:, :k].reshape(groups, parts * together, k)[:, :rows]
+    index = _merge(best, index, k)
+    index = index.reshape(groups, parts * together, k)[:, :rows]
     if pool is None:
         return index
     blocks = -(-total // POOL_BLOCK)
-    maxima = block_best[0].reshape(lines, whole // POOL_BLOCK)
-    mask = _mask_program(lines, maxima.shape[1], min(pool[1], blocks))(maxima)
+    mask = _mask(block_best[0].reshape(lines, whole // POOL_BLOCK), min(pool[1], blocks))
     mask = mask.reshape(groups, parts * together, -1)[:, :rows, :blocks]
-    return index, mask.astype(bool)
+    return index, mask
+
+
+def _merge(best: Array, index: Array, k: int) -> Array:
+    """The indices of the k best of every line of lists in order, ascending, then -1."""
+    lines, keep = best.shape[0], _places(k)
+    fill = -best.shape[1] % keep
+    best = jnp.pad(best, ((0, 0), (0, fill)), constant_values=-jnp.inf)
+    index = jnp.pad(index, ((0, 0), (0, fill)), constant_values=-1)
+    while best.shape[1] > keep:
+        count = best.shape[1] // keep
+        together = min(count, max(2, LISTS // keep))
+        fold = -(-count // together)
+        fill = (fold * together - count) * keep
+        best = jnp.pad(best, ((0, 0), (0, fill)), constant_values=-jnp.inf)
+        index = jnp.pad(index, ((0, 0), (0, fill)), constant_values=-1)
+        split = (lines * fold, together * keep)
+        best, index = _merge_program(*split, k)(best.reshape(split), index.reshape(split))
+        best, index = best.reshape(lines, fold * keep), index.reshape(lines, fold * keep)
+    return index[:, :k]
+
+
+def _mask(maxima: Array, k: int) -> Array:
+    """Whether each block of a line is among its k best."""
+    lines, blocks = maxima.shape
+    if blocks <= LISTS:
+        return _mask_program(lines, blocks, k)(maxima).astype(bool)
+    number = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), maxima.shape)
+    chosen = _merge(maxima, number, k)
+    chosen = jnp.where(chosen < 0, blocks, chosen)
+    line = jnp.broadcast_to(jnp.arange(lines)[:, None], chosen.shape)
+    return jnp.zeros(maxima.shape, bool).at[line, chosen].set(True, mode="drop")
+
+
+def _places(k: int) -> int:
+    """Places of a list of k: a multiple of eight, so that lists stay aligned."""
+    return -(-k // 8) * 8
 
 
 def _processors() -> int:
@@ -173,13 +198,14 @@ def _score_program(
     processors: int,
 ):
     """First launch: (q, weights, visible, values, scales, entries) -> best, index of each chunk."""
-    chunks, keep = -(-entries // chunk), -(-k // 8) * 8
+    chunks, keep = -(-entries // chunk), _places(k)
     columns = together * heads
+    overlap = columns <= 96  # beyond that, two tiles of dot products do not fit in registers
     items = groups * parts * chunks
     grid = min(processors, items)
 
     def body(q, weights, visible, values, scales, entry, best, index, *rest):
-        block_best, (q_tile, score, scratch, q_full) = rest[: len(rest) - 4], rest[-4:]
+        block_best, (q_tile, score, scratch, ring, q_full) = rest[:-5], rest[-5:]
         group = lax.axis_index("wg")
         worker = lax.axis_index("cta") + group * grid
         count = lax.div(items - worker + (grid * workers - 1), grid * workers)
@@ -195,29 +221,34 @@ def _score_program(
             start = place * chunk
             list_ = entry.at[line]
             tiles = stored.tiles(sight, together, start, min(chunk, entries) // TILE)
-            first = stored.load_entries(list_, start)
-            second = stored.load_entries(list_, start + TILE)
-            ahead = stored.load_entries(list_, start + 2 * TILE)
-            first = stored.load_keys(first, values, scales)
-            second = stored.load_keys(second, values, scales)
+            end = start + tiles * TILE
+            kept = ring.at[group]
+            soon = stored.DEPTH + 2  # list entries are loaded two tiles before they are needed
+            numbers = [stored.load_entries(list_, start + t * TILE, end) for t in range(soon)]
+            for t in range(stored.DEPTH):
+                stored.start_keys(numbers[t], values, scales, kept, jnp.int32(t))
             plgpu.barrier_wait(q_full.at[group])
 
             def tile(t, carry):
-                ahead, raw, following, dots = carry
-                position = start + t * TILE
+                ahead, after, dots = carry
 
                 def product(acc):
+                    raw = stored.take_keys(kept, t)
                     for half in range(2):
                         left = stored.expand(raw, half)
                         plgpu.wgmma(acc, left, mine.at[:, pl.ds(64 * half, 64)].T)
-                    later = stored.load_keys(ahead, values, scales)
-                    entries_ahead = stored.load_entries(list_, position + 3 * TILE)
-                    rate(dots, t - 1)  # while the tensor cores work
-                    return acc[...], later, entries_ahead
+                    stored.start_keys(ahead, values, scales, kept, t)
+                    later = stored.load_entries(list_, start + (t + soon) * TILE, end)
+                    if overlap:
+                        rate(dots, t - 1)  # while the tensor cores work
+                    return acc[...], later
 
                 acc = plgpu.ACC((TILE, columns), jnp.float32)
-                dots, later, ahead = pl.run_scoped(product, acc)
-                return ahead, following, later, dots
+                new, later = pl.run_scoped(product, acc)
+                if overlap:
+                    return after, later, new
+                rate(new, t)
+                return after, later, dots
 
             maxima = [x.at[line, part] for x in block_best]
 
@@ -225,21 +256,23 @@ def _score_program(
                 place = (start + t * TILE, t * TILE, score.at[group])
                 stored.score(dots, weight, sight, *place, maxima, heads)
 
-            none = jnp.zeros((TILE, columns), jnp.float32)
+            none = jnp.zeros((TILE, columns if overlap else 8), jnp.float32)
             none = plgpu.layout_cast(none, plgpu.Layout.WGMMA)
 
             def pair(n, carry):  # two tiles a turn, so that what is carried need not be copied
                 return tile(2 * n + 1, tile(2 * n, carry))
 
-            carry = (ahead, first, second, none)
+            carry = (*numbers[-2:], none)
             if columns <= 64:
                 *_, dots = lax.fori_loop(0, lax.div(tiles, 2), pair, carry)
             else:
                 *_, dots = lax.fori_loop(0, tiles, tile, carry)
-            rate(dots, tiles - 1)
+            stored.finish_copies()
+            if overlap:
+                rate(dots, tiles - 1)
             out = (best.at[line, part], index.at[line, part])
             mine = (score.at[group], scratch.at[group])
-            stored.finish(*mine, tiles, start, place, k, keep, out, maxima)
+            lists.finish(*mine, tiles, start, place, k, keep, out, maxima)
             return ()
 
         lax.fori_loop(0, count, item, ())
@@ -263,6 +296,7 @@ def _score_program(
             plgpu.SMEM((workers, columns, WIDTH), jnp.bfloat16, transforms=transforms),
             plgpu.SMEM((workers, together, chunk), jnp.bfloat16),
             plgpu.SMEM((workers, 64), jnp.int32),
+            plgpu.SMEM((workers, stored.DEPTH * stored.TILE_BYTES), jnp.uint8),
             plgpu.Barrier(num_barriers=workers),
         ],
         compiler_params=_parameters(),
@@ -272,12 +306,12 @@ def _score_program(
 @functools.lru_cache(maxsize=64)
 def _merge_program(lines: int, size: int, k: int):
     """Merges lists of scores and indices, each line `size` long, into the k best in order."""
-    keep = -(-k // 8) * 8
+    keep = _places(k)
 
     def body(best, index, best_out, index_out, scratch, places):
         line = lax.axis_index("line")
         refs = (best.at[line], index.at[line], best_out.at[line], index_out.at[line])
-        stored.merge(*refs, scratch, places, size, k, keep)
+        lists.merge(*refs, scratch, places, size, k, keep)
 
     return plgpu.kernel(
         body,
@@ -293,23 +327,18 @@ def _merge_program(lines: int, size: int, k: int):
 
 
 @functools.lru_cache(maxsize=64)
-def _mask_program(lines: int, blocks: int, keep: int):
-    """Mask, one byte a block, of the `keep` best of each line of block maxima."""
-    threads = -(-blocks // LISTS)
-    if threads > 8:
-        raise NotImplementedError(f"a pool over at most {8 * LISTS} blocks, got {blocks}")
+def _mask_program(lines: int, blocks: int, k: int):
+    """Mask, one byte a block, of the k best of each line of block maxima."""
 
     def body(maxima, mask, scratch):
         line = lax.axis_index("line")
-        stored.mask(maxima.at[line], mask.at[line], scratch, blocks, keep, 128 * threads)
+        lists.mask(maxima.at[line], mask.at[line], scratch, blocks, k)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((lines, blocks), jnp.uint8),
         grid=(lines,),
         grid_names=("line",),
-        num_threads=threads,
-        thread_name="wg",
         scratch_types=[plgpu.SMEM((64,), jnp.int32)],
         compiler_params=_parameters(),
     )

@@ -8,10 +8,9 @@ scores therefore go to the lowest index and nothing is ever sorted. -inf is neve
 """
 
 from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, scf
+from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_attention.ptx import c, do, equal, i32, less, ptx
+from pallas_kernels.mla_attention.ptx import c, do, equal, i32, less, ptx, repeat, thread
 
 MINUS_INF, PLUS_INF = 0x007F, 0xFF80  # as ordered patterns: see _pattern
 ROUNDS = 16
@@ -41,20 +40,19 @@ def _count(words, threshold, compare: str):
 
 
 class Threads:
-    """A group of `count` threads with a scratch of 64 words at shared address `scratch`."""
+    """A warpgroup and its scratch of 64 words at shared address `scratch`."""
 
-    def __init__(self, count: int, scratch):
-        self.warps = count // 32
-        thread = utils.thread_idx()
-        self.index = arith.remui(thread, c(count)) if count != 128 else arith.andi(thread, c(127))
-        self.lane = arith.andi(thread, c(31))
+    count, warps = 128, 4
+
+    def __init__(self, scratch):
+        self.index = thread()
+        self.lane = arith.andi(self.index, c(31))
         self.warp = arith.shrui(self.index, c(5))
         self.scratch = scratch
-        self.count = count
-        self.barrier = c(0) if count != 128 else utils.warpgroup_barrier_idx(sync=False)
 
     def sync(self):
-        do(f"bar.sync $0, {self.count};", self.barrier)
+        """Waits for all threads of the warpgroup."""
+        utils.warpgroup_barrier()
 
     def _gather(self, value, bank):
         """The value of each warp's last lane, for every thread."""
@@ -63,9 +61,8 @@ class Threads:
         last = equal(self.lane, c(31))
         do("st.shared.b32 [$0], $1;", mine, value, predicate=last)
         self.sync()
-        return [
-            ptx(f"ld.shared.b32 $0, [$1 + {4 * i}];", base, effects=True) for i in range(self.warps)
-        ]
+        text = "ld.shared.b32 $0, [$1 + {}];"
+        return [ptx(text.format(4 * i), base, effects=True) for i in range(self.warps)]
 
     def total(self, value, bank):
         """Sum over the threads; `bank` alternates between 0 and 1 from call to call."""
@@ -96,26 +93,25 @@ class Threads:
 
 def threshold(threads: Threads, words, k: int):
     """Bits, in both halves, of the least t with fewer than k scores above it; at least -inf."""
-    loop = scf.ForOp(c(0), c(ROUNDS), c(1), [c(MINUS_INF), c(PLUS_INF)])
-    with ir.InsertionPoint(loop.body):
-        low, high = loop.inner_iter_args
+
+    def round_(number, carry):
+        low, high = carry
         middle = arith.shrui(arith.addi(low, high), c(1))
         above = _count(words, _pattern(middle), "gt")
-        bank = arith.andi(loop.induction_variable, c(1))
-        few = less(threads.total(above, bank), c(k))
+        few = less(threads.total(above, arith.andi(number, c(1))), c(k))
         high_new = arith.select(few, middle, high)
         low_new = arith.select(few, low, arith.addi(middle, c(1)))
-        done = arith.cmpi(arith.CmpIPredicate.sge, low, high)
-        low_new, high_new = arith.select(done, low, low_new), arith.select(done, high, high_new)
-        scf.YieldOp([low_new, high_new])
-    return _pattern(loop.results[1])
+        done = less(high, arith.addi(low, c(1)))
+        return [arith.select(done, low, low_new), arith.select(done, high, high_new)]
+
+    return _pattern(repeat(ROUNDS, [c(MINUS_INF), c(PLUS_INF)], round_)[1])
 
 
 def pick(threads: Threads, words, k: int, write):
     """Calls write(which, place, take) for each of the thread's entries; returns the number picked.
 
-    `which` is the entry's number in the thread, `place` its place among the picked ones and `take` a
-    predicate: whether it is picked.
+    `which` is the entry's number in the thread, `place` its place among the picked ones and `take`
+    a predicate: whether it is picked.
     """
     threads.sync()  # the scratch may still be read from an earlier call
     limit = threshold(threads, words, k)
@@ -138,7 +134,7 @@ def pick(threads: Threads, words, k: int, write):
         for half in range(2):
             is_above = arith.andi(arith.shrui(flags, c(2 * half)), c(1))
             is_equal = arith.andi(arith.shrui(flags, c(2 * half + 1)), c(1))
-            wanted = arith.extui(i32(), arith.cmpi(arith.CmpIPredicate.ult, rank, need))
+            wanted = arith.extui(i32(), less(rank, need))
             chosen = arith.ori(is_above, arith.andi(is_equal, wanted))
             take = arith.cmpi(arith.CmpIPredicate.ne, chosen, c(0))
             write(2 * i + half, place, take)

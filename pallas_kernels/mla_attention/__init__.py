@@ -12,6 +12,7 @@ from pallas_kernels import Implementation, call
 from pallas_kernels.formats import Rows
 
 IMPLEMENTATIONS = (
+    Implementation("blackwell", f"{__name__}.blackwell", ("gpu",), (10, 0), (11, 0)),
     Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
     Implementation("reference", f"{__name__}.reference"),
 )

@@ -1,20 +1,20 @@
-"""Per-thread code that brings stored rows into shared memory as bfloat16 tiles for the tensor cores.
+"""Per-thread code that brings stored rows into shared memory as tiles for the tensor cores.
 
-A block is 64 rows of 512 channels, in 8 x 64 tiles with the 128-byte swizzle: 16-byte chunk c of
-row r lies at 8192 (r / 8) + 1024 (c / 8) + 128 (r % 8) + 16 ((c % 8) ^ (r % 8)). One warpgroup fills
-it, a quarter (128 channels of every row) at a time, so that a product over the channels can start on
-the first quarter. A thread serves two rows, 8 warp + lane % 8 and 32 further down, and every fourth
-16 bytes of a quarter from lane / 8 on: eight lanes write eight different banks, and four lanes read
-64 neighbouring bytes of a row.
+A block is 64 rows of 512 channels in bfloat16, in 8 x 64 tiles with the 128-byte swizzle: 16-byte
+chunk c of row r lies at 8192 (r / 8) + 1024 (c / 8) + 128 (r % 8) + 16 ((c % 8) ^ (r % 8)). One
+warpgroup fills it, a quarter (128 channels of every row) at a time, so that a product over the
+channels can start on the first quarter. A thread serves two rows, 8 warp + lane % 8 and 32 further
+down, and every fourth 16 bytes of a quarter from lane / 8 on: eight lanes write eight different
+banks, and four lanes read 64 neighbouring bytes of a row.
 
-Stored formats, expanded exactly:
-  bfloat16   copied asynchronously, an empty slot is filled with zeros without a read;
-  e4m3 + e8m0 a 32 channels    bits s eeee mmm -> bfloat16 s 0000eeee mmm0000, times 2^120, times scale;
-  e2m1 + e4m3 a 16 channels    bits s ee m -> bfloat16 s 000000ee m000000, times 2^126, times scale.
-Both products run on bfloat16 pairs and neither can round. An empty slot has scale 0.
+Stored formats, expanded exactly (an empty slot gives zeros):
+  bfloat16             copied asynchronously
+  e4m3, e8m0 a 32      bits s eeee mmm -> bfloat16 s 0000eeee mmm0000, times 2^120, times scale
+  e2m1, e4m3 a 16      bits s ee m -> bfloat16 s 000000ee m000000, times 2^126, times scale
+Both products run on bfloat16 pairs and neither can round.
 
-Stored rows are read a unit at a time, two 16-byte pieces a thread: a quarter of e2m1, half a quarter
-of e4m3. A unit is UNIT words a thread between its load and its store.
+Stored rows are read a unit at a time, two 16-byte pieces a thread: a quarter of e2m1, half a
+quarter of e4m3. A unit is UNIT words a thread between its load and its store.
 """
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -46,11 +46,6 @@ def _lane():
     return row, arith.andi(arith.shrui(thread, t.c(3)), t.c(3))
 
 
-def _row(slot):
-    """A row number that may be read for a slot: row 0 in place of an empty one."""
-    return arith.maxsi(slot, t.c(0))
-
-
 def load_index(index):
     """Row numbers of this thread's two slots of a block: `index` is a reference to 64 int32."""
 
@@ -66,7 +61,7 @@ def load_index(index):
 
 
 def write_mask(index, mask):
-    """Writes 0 for a filled and -inf for an empty slot of the block to 64 float32 in shared memory."""
+    """Writes 0 for a filled and -inf for an empty slot of a block: 64 float32 in shared memory."""
 
     @plgpu.inline_mgpu(arg_types=(t.layout(2), plgpu.RefType()))
     def write(ctx, index, mask):
@@ -94,17 +89,15 @@ def load_e2m1(index, values, scales, unit: int):
         scale_base = t.wide(piece, 2, t.address(scales))
         codes, pairs = [], []
         for slot in t.unpack(index):
-            codes += t.load128(t.wide(_row(slot), WIDTH // 2, value_base), 64 * unit)
-            text = "{ .reg .b16 h; ld.global.nc.b16 h, [$1 + %d]; cvt.u32.u16 $0, h; }" % (8 * unit)
-            pair = t.ptx(text, t.wide(_row(slot), WIDTH // 16, scale_base), effects=True)
-            pairs.append(arith.select(t.less(slot, t.c(0)), t.c(0), pair))
+            codes += t.load_row(slot, WIDTH // 2, value_base, 64 * unit)
+            pairs.append(t.load_if("u16", slot, WIDTH // 16, scale_base, 8 * unit))
         return t.pack([*codes, *pairs])
 
     return load(index, values, scales)
 
 
 def load_e4m3(index, values, scales, unit: int):
-    """Loads half a quarter: of each of two rows 16 bytes of values and the multiplier of a scale."""
+    """Loads half a quarter: of each of two rows 16 bytes of values and a scale."""
 
     @plgpu.inline_mgpu(
         arg_types=(t.layout(2), plgpu.RefType(), plgpu.RefType()), return_type=t.words(UNIT)
@@ -114,15 +107,11 @@ def load_e4m3(index, values, scales, unit: int):
         _, piece = _lane()
         value_base = t.wide(piece, 16, t.address(values))
         scale_base = t.wide(arith.shrui(piece, t.c(1)), 1, t.address(scales))
-        codes, factors = [], []
+        codes, bytes_ = [], []
         for slot in t.unpack(index):
-            codes += t.load128(t.wide(_row(slot), WIDTH, value_base), 64 * unit)
-            text = "{ .reg .b16 h; ld.global.nc.b8 h, [$1 + %d]; cvt.u32.u16 $0, h; }" % (2 * unit)
-            scale = t.ptx(text, t.wide(_row(slot), WIDTH // 32, scale_base), effects=True)
-            # e8m0 byte b is bfloat16 with exponent b; byte 0 is the subnormal 2^-127
-            factor = arith.select(t.equal(scale, t.c(0)), t.c(0x40), arith.shli(scale, t.c(7)))
-            factors.append(arith.select(t.less(slot, t.c(0)), t.c(0), factor))
-        return t.pack([*codes, *factors])
+            codes += t.load_row(slot, WIDTH, value_base, 64 * unit)
+            bytes_.append(t.load_if("u8", slot, WIDTH // 32, scale_base, 2 * unit))
+        return t.pack([*codes, *bytes_])
 
     return load(index, values, scales)
 
@@ -180,7 +169,10 @@ def store_e4m3(raw, block, unit: int):
         to = _chunks(block, arith.muli(piece, t.c(2)), 2)
         two_120 = t.c(_TWO_120)
         for row in range(2):
-            scale = t.ptx("prmt.b32 $0, $1, $1, 0x1010;", raw[8 + row])
+            byte = raw[8 + row]
+            # e8m0 byte b is bfloat16 with exponent b; byte 0 is the subnormal 2^-127
+            scale = arith.select(t.equal(byte, t.c(0)), t.c(0x40), arith.shli(byte, t.c(7)))
+            scale = t.ptx("prmt.b32 $0, $1, $1, 0x1010;", scale)
             pairs = []
             for word in raw[4 * row : 4 * row + 4]:
                 for pick in (_LOW, _HIGH):
@@ -202,13 +194,13 @@ def copy_bfloat16(index, rows, block, quarter: int):
         to = _chunks(block, piece, 1)[0], _chunks(block, arith.addi(piece, t.c(4)), 1)[0]
         for row, slot in enumerate(t.unpack(index)):
             size = arith.select(t.less(slot, t.c(0)), t.c(0), t.c(16))
-            start = t.wide(_row(slot), 2 * WIDTH, source)
+            start = t.wide(arith.maxsi(slot, t.c(0)), 2 * WIDTH, source)
             for i in range(4):
                 offset = 2048 * quarter + 1024 * (i // 2) + 32768 * row
                 text = f"cp.async.cg.shared.global.L2::128B [$0 + {offset}], "
                 text += f"[$1 + {256 * quarter + 64 * i}], 16, $2;"
                 t.do(text, to[i % 2], start, size)
-        t.do("cp.async.commit_group;")
+        t.commit_copies()
 
     copy(index, rows, block)
 
@@ -230,7 +222,7 @@ def finish_copies(pending: int):
     @plgpu.inline_mgpu()
     def wait(ctx):
         del ctx
-        t.do(f"cp.async.wait_group {pending};")
+        t.wait_copies(pending)
 
     wait()
 

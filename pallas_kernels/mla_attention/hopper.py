@@ -12,7 +12,6 @@ is exact to `reference.py` but for the order of float32 sums and the exponential
 """
 
 import functools
-import math
 
 import jax
 import jax.numpy as jnp
@@ -21,22 +20,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Float32, Int32
 
-from pallas_kernels.mla_attention import gather
+from pallas_kernels.mla_attention import gather, launch
+from pallas_kernels.mla_attention.launch import (
+    BLOCK,
+    COLUMN,
+    HEADS,
+    LOG2E,
+    QUARTER,
+    QUARTERS,
+    ROW,
+    UNITS,
+    WIDTH,
+)
 from pallas_kernels.mla_attention.reference import FIRST_MAX, Rows
 
-HEADS = 64
-BLOCK = gather.BLOCK
-WIDTH = gather.WIDTH
-UNITS = gather.UNITS
 HALF = WIDTH // 2
-QUARTERS = gather.QUARTERS
-QUARTER = WIDTH // QUARTERS
+SLOTS = 2
 ORDER = (0, 2, 1, 3)  # quarters, in the order in which the two value groups release them
 DEPTH = 2  # units loaded ahead
-SLOTS = 2
-ROW = plgpu.Layout.WGMMA.reduce(1)
-COLUMN = plgpu.Layout.WGMMA.reduce(0)
-LOG2E = math.log2(math.e)
 REGISTERS = {"value": 160, "score": 88, "gather": 104}
 
 
@@ -57,73 +58,22 @@ def attend(
         NotImplementedError: q is not bfloat16 [r, <= 64 heads, 512], or a row format has no gather.
     """
     del rows_per_slot  # rows of a slot meet in the L2 cache, because neighbours run together
-    rows, heads, width = q.shape
-    if q.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"queries in bfloat16, got {q.dtype}")
-    if width != WIDTH:
-        raise NotImplementedError(f"{WIDTH} channels, got {width}")
-    if heads > HEADS:
-        raise NotImplementedError(f"at most {HEADS} heads, got {heads}")
-    if (
-        selected is None
-        or selected_index is None
-        or selected_index.shape[1] == 0
-        or _first(selected).shape[0] == 0
-    ):
-        sources = [(window, window_index)]
-    else:
-        sources = [(window, window_index), (selected, selected_index)]
-    sources = [(rows_, _whole_blocks(index)) for rows_, index in sources if index.shape[1]]
-    kinds = tuple(_kind(rows_) for rows_, _ in sources)
-    if rows == 0 or not sources:
+    case = launch.prepare(q, window, window_index, selected, selected_index, sink)
+    if case is None:
         return jnp.zeros_like(q)
-    padded = q if heads == HEADS else jnp.pad(q, ((0, 0), (0, HEADS - heads), (0, 0)))
-    sink = sink if heads == HEADS else jnp.pad(sink, (0, HEADS - heads))
-    blocks = tuple(index.shape[1] // BLOCK for _, index in sources)
-    flat = jax.tree.leaves(sources)
-    out = _program(rows, kinds, blocks, scale, min(_processors(), rows))(padded, sink, *flat)
-    return out if heads == HEADS else out[:, :heads]
-
-
-def _first(rows: Rows) -> Array:
-    return rows[0] if isinstance(rows, tuple) else rows
-
-
-def _kind(rows: Rows) -> str:
-    if not isinstance(rows, tuple):
-        if rows.dtype != jnp.bfloat16:
-            raise NotImplementedError(f"plain rows in bfloat16, got {rows.dtype}")
-        return "bfloat16"
-    values, scales = rows
-    if values.dtype == jnp.uint8 and scales.dtype == jnp.float8_e4m3fn:
-        return "e2m1"
-    if values.dtype == jnp.float8_e4m3fn and scales.dtype == jnp.float8_e8m0fnu:
-        return "e4m3"
-    raise NotImplementedError(f"rows stored as {values.dtype} with {scales.dtype} scales")
-
-
-def _whole_blocks(index: Array) -> Array:
-    pad = -index.shape[1] % BLOCK
-    return jnp.pad(index, ((0, 0), (0, pad)), constant_values=-1) if pad else index
-
-
-def _processors() -> int:
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    count = getattr(device, "num_cores", None) or getattr(jax.devices()[0], "core_count", None)
-    return int(count or 132)
+    run = _program(q.shape[0], case.kinds, case.blocks, scale, case.processors)
+    return run(case.q, case.sink, *case.operands)[:, : q.shape[1]]
 
 
 @functools.lru_cache(maxsize=64)
-def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: float, grid: int):
+def _program(
+    rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: float, processors: int
+):
     """The compiled-once callable for one shape: (q, sink, *sources) -> out."""
-    total = sum(blocks)
-    counts = [3 if kind != "bfloat16" else 2 for kind in kinds]
+    grid, total = min(processors, rows), sum(blocks)
 
     def body(q, sink, *refs):
-        sources, rest = [], list(refs)
-        for count in counts:
-            sources.append((rest[: count - 1], rest[count - 1]))
-            rest = rest[count:]
+        sources, rest = launch.split(refs, kinds)
         out, q_tile, k_tile, p_tile, o_tile, mask, factor, *barriers = rest
         q_full, k_full, k_empty, p_full, p_empty = barriers
         group, first = lax.axis_index("wg"), lax.axis_index("cta")
@@ -287,13 +237,13 @@ def _program(rows: int, kinds: tuple[str, ...], blocks: tuple[int, ...], scale: 
 
 
 def _place(first, grid: int, rows: int, total: int, number):
-    """(query row, block of its list) of the block with this number in the stream of one processor."""
+    """(query row, block of its list) of a numbered block in the stream of one processor."""
     turn = lax.div(number, total)
     return jnp.minimum(first + turn * grid, rows - 1), number - turn * total
 
 
 class _Stream:
-    """The blocks of keys of all query rows of one processor, loaded one block ahead in registers."""
+    """The blocks of keys of all query rows of one processor, loaded ahead in registers."""
 
     def __init__(self, kinds, sources, blocks, where):
         self.kinds, self.sources, self.where = kinds, sources, where
@@ -324,7 +274,8 @@ class _Stream:
             if not UNITS[kind]:
                 return gather.nothing()
             each = UNITS[kind] // QUARTERS
-            return _load(kind, index, source, ORDER[step // each] * each + step % each)
+            unit = ORDER[step // each] * each + step % each
+            return launch.load(kind, index, source[0], unit)
 
         pairs = zip(self.kinds, self.sources, strict=True)
         return self._choose(block, [functools.partial(load, *pair) for pair in pairs])
@@ -365,11 +316,11 @@ class _Stream:
                     free(quarter)
                 if step == 0:
                     gather.write_mask(here, mask.at[slot])
-                _store(kind, kept[step % DEPTH], tile, quarter * each + step % each)
+                launch.store(kind, kept[step % DEPTH], tile, quarter * each + step % each)
                 ahead = step + DEPTH
                 if ahead < UNITS[kind]:
                     unit = ORDER[ahead // each] * each + ahead % each
-                    kept[step % DEPTH] = _load(kind, here, source, unit)
+                    kept[step % DEPTH] = launch.load(kind, here, source[0], unit)
                 else:
                     kept[step % DEPTH] = self.load(after, number + 1, ahead - UNITS[kind])
                 if last:
@@ -383,13 +334,3 @@ class _Stream:
         pairs = zip(self.kinds, self.sources, strict=True)
         loaded = self._choose(block, [functools.partial(store, *pair) for pair in pairs])
         return after, *loaded
-
-
-def _load(kind: str, index, source, unit: int):
-    load = gather.load_e2m1 if kind == "e2m1" else gather.load_e4m3
-    return load(index, *source[0], unit=unit)
-
-
-def _store(kind: str, raw, tile, unit: int):
-    store = gather.store_e2m1 if kind == "e2m1" else gather.store_e4m3
-    store(raw, tile, unit)

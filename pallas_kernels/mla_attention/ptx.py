@@ -1,9 +1,9 @@
 """Small helpers to write per-thread code inside Mosaic GPU kernels (`plgpu.inline_mgpu`).
 
-Mosaic GPU has no row gather on Hopper and no four-bit conversions; both are a few PTX instructions a
-thread. Values are 32-bit words (`ir.Value` of type i32). What a thread keeps between two pieces of
-code travels through Pallas as an array of n words a thread, type `words(n)`: `pack` makes it of a
-list and `unpack` gives the list back.
+Mosaic GPU has no row gather on Hopper and no four-bit conversions; both are a few PTX instructions
+a thread. Values are 32-bit words (`ir.Value` of type i32). What a thread keeps between two pieces
+of code travels through Pallas as an array of n words a thread, type `words(n)`: `pack` makes it of
+a list and `unpack` gives the list back.
 """
 
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm
+from jaxlib.mlir.dialects import arith, llvm, scf
 
 SCALAR = plgpu.Layout.WG_SPLAT(())
 NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
@@ -106,16 +106,63 @@ def equal(a, b):
     return arith.cmpi(arith.CmpIPredicate.eq, a, b)
 
 
-def load128(base, offset: int = 0):
-    """Four words from device memory, which are not kept in the L1 cache."""
-    text = f"ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-    return ptx(text, base, outputs=4, effects=True)
+def repeat(count: int, carry: list, body) -> list:
+    """body(number, carry) -> carry, `count` times."""
+    loop = scf.ForOp(c(0), c(count), c(1), carry)
+    with ir.InsertionPoint(loop.body):
+        scf.YieldOp(body(loop.induction_variable, list(loop.inner_iter_args)))
+    return list(loop.results)
 
 
-def load_byte(base):
-    """One byte from device memory."""
-    text = "{ .reg .b16 h; ld.global.nc.b8 h, [$1]; cvt.u32.u16 $0, h; }"
-    return ptx(text, base, effects=True)
+def spread(first, last, body) -> None:
+    """body(number) for first .. last - 1, one number in 128 a thread."""
+    loop = scf.ForOp(arith.addi(first, thread()), last, c(128), [])
+    with ir.InsertionPoint(loop.body):
+        body(loop.induction_variable)
+        scf.YieldOp([])
+
+
+_FIND = "setp.ge.s32 p, {slot}, 0; max.s32 r, {slot}, 0; mad.wide.s32 a, r, {stride}, {base};"
+
+
+def load_row(slot, stride: int, base, offset: int = 0):
+    """Four words at base + slot * stride + offset in device memory, zeros if slot < 0.
+
+    Nothing here waits for the load: what is computed from a load in the piece of code that issues
+    it would wait for it there.
+    """
+    find = _FIND.format(slot="$4", stride=stride, base="$5")
+    text = "{ .reg .pred p; .reg .b32 r; .reg .b64 a; " + find
+    text += "".join(f" mov.b32 ${i}, 0;" for i in range(4))
+    text += " @p ld.global.nc.L1::no_allocate.L2::128B.v4.b32 {$0, $1, $2, $3},"
+    return ptx(f"{text} [a + {offset}]; }}", slot, base, outputs=4, effects=True)
+
+
+def load_if(kind: str, slot, stride: int, base, offset: int = 0, otherwise: int = 0):
+    """A b32, or u8 or u16 widened to a word, as in load_row; `otherwise` if slot < 0."""
+    find = _FIND.format(slot="$1", stride=stride, base="$2")
+    text = "{ .reg .pred p; .reg .b32 r; .reg .b64 a; " + find
+    text += f" mov.b32 $0, {otherwise}; @p ld.global.nc.{kind} $0, [a + {offset}]; }}"
+    return ptx(text, slot, base, effects=True)
+
+
+def copy_row(size: int, slot, stride: int, base, to):
+    """Starts copying 4 or 16 bytes at base + slot * stride to shared memory, zeros if slot < 0."""
+    find = _FIND.format(slot="$0", stride=stride, base="$1")
+    text = "{ .reg .pred p; .reg .b32 r; .reg .b64 a; " + find
+    text += f" selp.b32 r, {size}, 0, p;"
+    level = "cg.shared.global.L2::128B" if size == 16 else "ca.shared.global"
+    do(f"{text} cp.async.{level} [$2], [a], {size}, r; }}", slot, base, to)
+
+
+def commit_copies():
+    """Ends a group of started copies."""
+    do("cp.async.commit_group;")
+
+
+def wait_copies(pending: int):
+    """Waits until at most `pending` groups of this thread's copies are under way."""
+    do(f"cp.async.wait_group {pending};")
 
 
 E2M1_WORD = (

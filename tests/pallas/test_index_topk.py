@@ -1,13 +1,19 @@
 """index_topk: the reference against numpy, the kernels against the reference."""
 
+from types import SimpleNamespace
+
+import emulate
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.index_topk import select
+from pallas_kernels import target
+from pallas_kernels.cases import tagged
+from pallas_kernels.index_topk import IMPLEMENTATIONS, select
 from pallas_kernels.index_topk.reference import scores
+from pallas_kernels.index_topk.shapes import CASES, case
 from pallas_kernels.mla_attention.reference import unpack
 
 
@@ -178,3 +184,153 @@ def test_a_row_does_not_depend_on_the_other_rows(dtype, heads):
 def test_unknown_implementation():
     with pytest.raises(ValueError, match="no implementation 'fast'; expected auto"):
         select(*draw(9), k=2, implementation="fast")
+
+
+def scored(args):
+    """Scores of the reference, float64, with entries that are not visible at -inf."""
+    q, weights, keys, visible = args
+    if isinstance(keys, tuple):
+        table = np.asarray(unpack(tuple(jnp.asarray(x) for x in keys[:2]), jnp.float32))
+        keys = table[np.asarray(keys[2])].astype(q.dtype)
+    found = jax.jit(scores)(jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys))
+    found = np.array(found, np.float64)
+    found[np.arange(found.shape[-1]) >= np.asarray(visible)[..., None]] = -np.inf
+    return found
+
+
+def check_selection(out, score, k, tolerance):
+    """Well formed, and no entry left out whose score exceeds one taken by more than rounding."""
+    for g, w in np.ndindex(*score.shape[:2]):
+        live = np.flatnonzero(score[g, w] > -np.inf)
+        taken = out[g, w][out[g, w] >= 0]
+        assert len(taken) == min(k, len(live)) and (np.diff(taken) > 0).all()
+        assert (out[g, w][len(taken) :] == -1).all()
+        left = np.setdiff1d(live, taken)
+        if len(left) and len(taken):
+            gap = score[g, w, left].max() - score[g, w, taken].min()
+            assert gap <= tolerance * np.abs(score[g, w, live]).max()
+
+
+@pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
+def test_reference_on_every_small_shape(case):
+    args = case.build(np.random.default_rng())
+    run = jax.jit(lambda *a: select(*a, implementation="reference", **case.keywords()))
+    out = run(*args)
+    out = out[0] if "pool" in case.keywords() else out
+    check_selection(np.asarray(out), scored(args), case.keywords()["k"], case.tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", [i for i in IMPLEMENTATIONS if i.name != "reference"], ids=str)
+def test_kernels_on_every_small_shape(case, kind):
+    if kind.misfit(target()):
+        pytest.skip(kind.misfit(target()))
+    args = case.build(np.random.default_rng())
+    run = jax.jit(lambda *a: select(*a, implementation=kind.name, **case.keywords()))
+    if kind.name in dict(case.declines):
+        with pytest.raises(NotImplementedError):
+            run(*args)
+        return
+    out, again = run(*args), run(*args)
+    jax.tree.map(np.testing.assert_array_equal, out, again)
+    score = scored(args)
+    if "pool" in case.keywords():
+        block, count = case.keywords()["pool"]
+        want = pool_oracle(score, np.asarray(args[3]), block, count)
+        assert (np.asarray(out[1]) != want).sum() <= 4
+        out = out[0]
+    check_selection(np.asarray(out), score, case.keywords()["k"], case.tolerance)
+
+
+def fragment(words, columns):
+    """[64, columns] out of the registers of a left operand of the tensor cores."""
+    out, thread = np.zeros((64, columns), np.float32), np.arange(emulate.THREADS)
+    row, lane = 16 * (thread // 32) + thread % 32 // 4, thread % 4
+    for number, word in enumerate(words):
+        low, high = emulate.halves(word)
+        where = row + 8 * (number % 2), 8 * (number // 2) + 2 * lane
+        out[where[0], where[1]], out[where[0], where[1] + 1] = low, high
+    return out
+
+
+def accumulator(dots):
+    """The registers of a product [64, columns], pairs of neighbouring columns."""
+    thread = np.arange(emulate.THREADS)
+    row, lane = 16 * (thread // 32) + thread % 32 // 4, thread % 4
+    pairs = [
+        tuple(dots[row + 8 * i, 8 * j + 2 * lane + n] for n in range(2))
+        for j in range(dots.shape[1] // 8)
+        for i in range(2)
+    ]
+    return SimpleNamespace(registers=SimpleNamespace(flat=pairs))
+
+
+def test_chunk_of_the_kernel_equals_the_reference(monkeypatch):
+    """The code of every thread, emulated: keys, scores, block maxima and the list of a chunk."""
+    from pallas_kernels.index_topk import keys as code
+    from pallas_kernels.index_topk import lists, pick
+    from pallas_kernels.mla_attention import ptx
+
+    rng, chunk, k, (rows, heads) = np.random.default_rng(0), 1024, 37, (2, 16)
+    q, weights, (values, scales, entry), _ = case("emulated", 1, rows, 300, heads=heads).build(rng)
+    visible = np.array([[170, 300]], np.int32)
+    memory = emulate.Memory()
+    entry_ref = memory.place(np.pad(entry[0], (0, 84), constant_values=-1))
+    stored = memory.place(values), memory.place(scales)
+    head_weights, sight_ref = memory.place(weights[0].reshape(-1)), memory.place(visible[0])
+    ring = memory.place(np.zeros(code.DEPTH * code.TILE_BYTES, np.uint8))
+    score = memory.place(np.zeros((rows, chunk), ml_dtypes.bfloat16))
+    scratch = memory.place(np.zeros(64, np.int32))
+    maxima = memory.place(np.zeros((rows, 48), ml_dtypes.bfloat16))
+    best = memory.place(np.zeros((rows, 40), ml_dtypes.bfloat16))
+    index = memory.place(np.zeros((rows, 40), np.int32))
+    queries = np.asarray(code.permute_queries(jnp.asarray(q[0])), np.float32).reshape(-1, 128)
+    with emulate.emulated(monkeypatch, memory, ptx, code, lists, pick):
+        weight = code.load_weights(head_weights, rows * heads)
+        sight = code.load_visible(sight_ref, rows)
+        zero = ptx.c(0)
+        count = code.tiles(sight, rows, zero, chunk // 64)
+        assert int(count[0]) == 6
+        for tile in range(6):
+            start, end = ptx.c(64 * tile), ptx.c(64 * 6)
+            entries = code.load_entries(entry_ref, start, end)
+            code.start_keys(entries, *stored, ring, ptx.c(tile))
+            raw = code.take_keys(ring, ptx.c(tile))
+            halves = [fragment(code.expand(raw, half).registers.flat, 64) for half in range(2)]
+            dots = accumulator(np.concatenate(halves, 1) @ queries.T)
+            code.score(dots, weight, sight, start, start, score, [maxima], heads)
+        lists.finish(score, scratch, count, zero, zero, k, 40, (best, index), [maxima])
+    want = scored((q, weights, (values, scales, entry), visible))
+    np.testing.assert_array_equal(memory.read(index)[:, :k], oracle(want, visible, k)[0])
+    assert (memory.read(index)[:, k:] == -1).all()
+    blocks = (
+        np.pad(want[0], ((0, 0), (0, 84)), constant_values=-np.inf).reshape(rows, 48, 8).max(-1)
+    )
+    blocks[np.arange(rows), (visible[0] - 1) // 8] = np.inf
+    np.testing.assert_array_equal(memory.read(maxima).astype(np.float64), blocks)
+
+
+@pytest.mark.parametrize("size", [1000, 2048, 3080])
+def test_merge_and_mask_pick_like_a_stable_sort(size, monkeypatch):
+    from pallas_kernels.index_topk import keys as code
+    from pallas_kernels.index_topk import lists, pick
+    from pallas_kernels.mla_attention import ptx
+
+    rng, k = np.random.default_rng(size), 100
+    best = rng.integers(-30, 30, size).astype(ml_dtypes.bfloat16)
+    best[rng.random(size) < 0.3] = -np.inf
+    index = 3 * np.arange(size, dtype=np.int32)
+    memory = emulate.Memory()
+    refs = [memory.place(x) for x in (best, index)]
+    outs = [memory.place(np.zeros(104, x.dtype)) for x in (best, index)]
+    scratch, places = (memory.place(np.zeros(n, np.int32)) for n in (64, 104))
+    chosen = memory.place(np.zeros(size, np.uint8))
+    with emulate.emulated(monkeypatch, memory, ptx, code, lists, pick):
+        lists.merge(*refs, *outs, scratch, places, size, k, 104)
+        lists.mask(refs[0], chosen, scratch, size, k)
+    order = np.sort(np.argsort(-best.astype(np.float64), kind="stable")[:k])
+    np.testing.assert_array_equal(memory.read(outs[1])[:k], index[order])
+    assert (memory.read(outs[1])[k:] == -1).all()
+    np.testing.assert_array_equal(memory.read(outs[0])[:k], best[order])
+    np.testing.assert_array_equal(np.flatnonzero(memory.read(chosen)), order)

@@ -1,14 +1,21 @@
 """mla_attention: the reference against float64, the kernels against the reference."""
 
+import emulate
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels import target
+from pallas_kernels.cases import tagged
 from pallas_kernels.formats import E2M1
-from pallas_kernels.mla_attention import attend
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, attend
 from pallas_kernels.mla_attention.reference import BLOCK, ROW_TILE, unpack
+from pallas_kernels.mla_attention.shapes import CASES
+from pallas_kernels.mla_attention.shapes import SCALE as SCALES
+from pallas_kernels.mla_attention.shapes import stored as stored_rows
 
 SCALE = 0.125
 
@@ -180,3 +187,113 @@ def test_a_row_does_not_depend_on_the_other_rows(dtype):
 def test_unknown_implementation():
     with pytest.raises(ValueError, match="no implementation 'fast'; expected auto"):
         attend(*draw(11), scale=SCALE, implementation="fast")
+
+
+def built(case):
+    """Fresh arguments of a case and the same with every stored row dequantised."""
+    args = case.build(np.random.default_rng())
+    q, window, index, selected, chosen, sink = args
+
+    def plain(rows):
+        if isinstance(rows, tuple):
+            rows = unpack(tuple(jnp.asarray(x) for x in rows), jnp.float32)
+        return None if rows is None else np.asarray(rows, np.float64)
+
+    return jax.tree.map(jnp.asarray, args), (q, plain(window), index, plain(selected), chosen, sink)
+
+
+@pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
+def test_reference_on_every_small_shape(case):
+    args, plain = built(case)
+    want = oracle(*plain, scale=SCALES)
+    run = jax.jit(lambda *a: attend(*a, implementation="reference", **case.keywords()))
+    got = np.asarray(run(*args), np.float64)
+    assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
+@pytest.mark.parametrize("kind", [i for i in IMPLEMENTATIONS if i.name != "reference"], ids=str)
+def test_kernels_on_every_small_shape(case, kind):
+    if kind.misfit(target()):
+        pytest.skip(kind.misfit(target()))
+    args, plain = built(case)
+    run = jax.jit(lambda *a: attend(*a, implementation=kind.name, **case.keywords()))
+    if kind.name in dict(case.declines):
+        with pytest.raises(NotImplementedError):
+            run(*args)
+        return
+    out = run(*args)
+    want, got = oracle(*plain, scale=SCALES), np.asarray(out, np.float64)
+    assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
+    np.testing.assert_array_equal(out, run(*args))
+    q, window, index, selected, chosen, sink = args
+    some = None if chosen is None else chosen[1:]
+    np.testing.assert_array_equal(run(q[1:], window, index[1:], selected, some, sink), out[1:])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rows", "window", "chosen"), [(1, 1, 0), (3, 1, 2)])
+def test_blackwell_kernel_in_interpret_mode(rows, window, chosen):
+    """Products, running maximum and every barrier; rows are copied one by one, not gathered."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    from pallas_kernels.mla_attention import blackwell
+
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(rows, 64, 512)), jnp.bfloat16)
+    table = jnp.asarray(rng.normal(size=(100, 512)), jnp.bfloat16)
+    sink = jnp.asarray(rng.normal(size=64), jnp.float32)
+    index, far = (
+        jnp.asarray(rng.integers(-1, 100, (rows, 64 * blocks)), jnp.int32)
+        for blocks in (window, chosen)
+    )
+    index, far = index.at[0, :63].set(-1), far.at[0].set(-1)
+    kinds, blocks = ("bfloat16",) * 2, (window, chosen)
+    sources = (table, index, table, far)
+    if not chosen:
+        kinds, blocks, sources = kinds[:1], blocks[:1], sources[:2]
+    run = blackwell.program(rows, kinds, blocks, SCALES, processors=1, by_row=True)
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+        out = jax.block_until_ready(jax.jit(run)(q, sink, *sources))
+        assert not interpret_pallas_call.get_races().races_found
+    want = attend(q, table, index, table, far, sink, scale=SCALES)
+    np.testing.assert_allclose(np.asarray(out, np.float32), np.asarray(want, np.float32), atol=1e-2)
+
+
+def from_tiles(raw):
+    """A block [64, 512] out of the swizzled tiles that gather.py describes."""
+    row, chunk = np.meshgrid(np.arange(64), np.arange(64), indexing="ij")
+    start = 8192 * (row // 8) + 1024 * (chunk // 8) + 128 * (row % 8)
+    start = start + 16 * ((chunk % 8) ^ (row % 8))
+    pieces = raw.reshape(-1).view(np.uint8)[start[..., None] + np.arange(16)]
+    return pieces.reshape(64, 1024).view(ml_dtypes.bfloat16).astype(np.float32)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "e4m3", "e2m1"])
+def test_gathered_block_equals_dequantised_rows(kind, monkeypatch):
+    """The code of every thread, emulated: rows, formats, tiles, empty slots and the mask."""
+    from pallas_kernels.mla_attention import gather, ptx
+
+    rng = np.random.default_rng(0)
+    rows = stored_rows(rng, 50, 512, kind)
+    parts = rows if isinstance(rows, tuple) else (rows,)
+    index = rng.integers(-1, 50, 64).astype(np.int32)
+    memory = emulate.Memory()
+    refs = [memory.place(x) for x in parts]
+    slots, mask = memory.place(index), memory.place(np.zeros(64, np.float32))
+    tile = memory.place(np.zeros((64, 512), ml_dtypes.bfloat16))
+    with emulate.emulated(monkeypatch, memory, ptx, gather):
+        found = gather.load_index(slots)
+        gather.write_mask(found, mask)
+        for quarter in range(4 if kind == "bfloat16" else 0):
+            gather.copy_bfloat16(found, *refs, tile, quarter)
+        for unit in range(gather.UNITS[kind]):
+            load, store = getattr(gather, f"load_{kind}"), getattr(gather, f"store_{kind}")
+            store(load(found, *refs, unit=unit), tile, unit)
+    plain = rows.astype(np.float32) if len(parts) == 1 else None
+    if plain is None:
+        plain = np.asarray(unpack(tuple(jnp.asarray(x) for x in parts), jnp.float32))
+    want = np.where(index[:, None] >= 0, plain[np.maximum(index, 0)], 0)
+    np.testing.assert_array_equal(from_tiles(memory.read(tile)), want)
+    np.testing.assert_array_equal(memory.read(mask), np.where(index < 0, -np.inf, 0))
