@@ -81,8 +81,7 @@ def moe(
     capture: Capture,
     routes: Int32[Array, "rows k"] | None = None,
 ) -> Float[Array, "rows d"]:
-    """The whole sublayer on normed rows; `routes` replaces the router's choice (its weights are
-    still computed)."""
+    """The whole sublayer on normed rows; routes: see `route`."""
     with jax.named_scope("moe"):
         chosen, route_weight = route(setup, weights, x, experts_per_token, routes)
         capture.add("routes", layer, chosen)
@@ -98,7 +97,11 @@ def route(
     experts_per_token: int,
     routes: Int32[Array, "rows k"] | None = None,
 ) -> tuple[Int32[Array, "rows k"], Float32[Array, "rows k"]]:
-    """Expert ids, ascending, and their weights."""
+    """Expert ids, ascending, and their weights.
+
+    routes: ids that replace the router's choice, a row of -1 where it decides itself; the weights
+    are computed from the router's scores in either case.
+    """
     with jax.named_scope("router"):
         logits = row_matmul.matmul(
             x.astype(jnp.float32),
@@ -108,9 +111,11 @@ def route(
             implementation=setup.kernels["row_matmul"],
         )
         score = jnp.sqrt(jax.nn.softplus(logits))
-        if routes is None:
-            _, routes = jax.lax.top_k(score + weights.bias[None, :], experts_per_token)
-        chosen = jnp.sort(routes.astype(jnp.int32), axis=-1)
+        _, best = jax.lax.top_k(score + weights.bias[None, :], experts_per_token)
+        best = best.astype(jnp.int32)
+        if routes is not None:
+            best = jnp.where(routes[:, :1] < 0, best, routes)
+        chosen = jnp.sort(best, axis=-1)
         taken = jnp.take_along_axis(score, chosen, axis=-1)
         total = jnp.sum(taken, axis=-1, keepdims=True) + jnp.float32(SUM_EPS)
         return chosen, taken / total * jnp.float32(setup.cfg.routed_scaling_factor)

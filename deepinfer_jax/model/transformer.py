@@ -233,12 +233,13 @@ def trunk(
     capture: Capture,
     *,
     keep: int | None = None,
+    routes: Int32[Array, "rows layers k"] | None = None,
 ) -> Trunk:
     """All layers. With `keep`, rows below `rows.floor` end after the last KV source's entries are
     written.
 
     keep: 0, no row of this call goes further; else at most `keep` rows a group do (rows must be a
-    rectangle).
+    rectangle). routes: experts that replace a router's choice, -1 where it decides (moe.py).
     """
     cfg = setup.cfg
     hidden = Hidden(
@@ -258,6 +259,8 @@ def trunk(
             if keep == 0:
                 break
             kept, source = row_lists.suffix(rows.everyone, keep)
+            if routes is not None:
+                routes = context.fetch(rows, routes, source)
             rows, hidden = kept, context.fetch(rows, hidden, source)
         with jax.named_scope(f"layer_{plan.index}"):
             capture.add("streams", plan.index, hidden.streams)
@@ -272,7 +275,16 @@ def trunk(
                 )
                 capture.add("taps", plan.index, taps[-1])
             hidden, (cache, selection) = _layer(
-                setup, plan, layer, hidden, rows, cache, selection, capture, produced=removed
+                setup,
+                plan,
+                layer,
+                hidden,
+                rows,
+                cache,
+                selection,
+                capture,
+                produced=removed,
+                routes=None if routes is None else routes[:, plan.index],
             )
     capture.add("streams", cfg.num_hidden_layers, hidden.streams)
     return Trunk(hidden, rows, cache, jnp.concatenate(taps, axis=-1) if taps else None)
@@ -301,6 +313,7 @@ def _layer(
     capture: Capture,
     *,
     produced: bool,
+    routes: Int32[Array, "rows k"] | None = None,
 ) -> tuple[Hidden, tuple[Cache, Selection | None]]:
     """One backbone block; `produced`: a source's entries are already written."""
 
@@ -319,6 +332,7 @@ def _layer(
         layer=plan.index,
         experts_per_token=setup.cfg.num_experts_per_tok,
         capture=capture,
+        routes=routes,
     )
 
 

@@ -6,7 +6,7 @@ proposes what the target would sample wherever the two agree; under `"rejection"
 stream of its own and keeps its log-weights for the verification.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -69,14 +69,11 @@ def draft(
     state = dspark.draft_block(
         setup, weights.draft, weights.embed, weights.head, rows, cache, Capture()
     )
-    previous = anchor
-    drafts = jnp.full((slot.shape[0], block), -1, jnp.int32)
-    confidences, kept = [], []
-    over = jnp.zeros(slot.shape, jnp.bool_)
-    for place in range(block):
-        logits, confidence = dspark.correct(
-            setup, weights.draft, state.base[:, place], state.x[:, place], previous
-        )
+
+    def one(carry: tuple[Any, ...], row: tuple[Array, ...]) -> tuple[tuple[Any, ...], Any]:
+        previous, drafts, over, grammar = carry
+        base, x, place = row
+        logits, confidence = dspark.correct(setup, weights.draft, base, x, previous)
         predicted = position + 1 + place
         with jax.named_scope("draft_sampling"):
             allowed = grammar_mask(pool, grammar, limit - predicted)
@@ -84,13 +81,19 @@ def draft(
             z = sampling.distribution(masked, params)
             purpose = noise.DRAFT if rejection else noise.SAMPLE
             token = sampling.choose(z, params, predicted, purpose)
-        confidences.append(jnp.where(over, NEVER, confidence))
-        kept.append(z)
-        over = over | jnp.take_along_axis(tables.stop[slot], token[:, None], axis=1)[:, 0]
-        grammar = advance(pool, grammar, token)
-        drafts = drafts.at[:, place].set(token)
-        previous = token
-    return Block(drafts, jnp.stack(confidences, 1), jnp.stack(kept, 1) if rejection else None)
+        ends = jnp.take_along_axis(tables.stop[slot], token[:, None], axis=1)[:, 0]
+        after = (token, drafts.at[:, place].set(token), over | ends, advance(pool, grammar, token))
+        return after, (jnp.where(over, NEVER, confidence), z if rejection else None)
+
+    none = jnp.full((slot.shape[0], block), -1, jnp.int32)
+    rows_of_block = tuple(leaf.swapaxes(0, 1)[:block] for leaf in (state.base, state.x))
+    (_, drafts, _, _), found = jax.lax.scan(
+        one,
+        (anchor, none, jnp.zeros(slot.shape, jnp.bool_), grammar),
+        (*rows_of_block, jnp.arange(block, dtype=jnp.int32)),
+    )
+    confidence, kept = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), found)
+    return Block(drafts, confidence, kept)
 
 
 def grammar_mask(

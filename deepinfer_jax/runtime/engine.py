@@ -20,7 +20,7 @@ import numpy as np
 from deepinfer_jax import structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import noise
+from deepinfer_jax.runtime import noise, warmup
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
@@ -29,7 +29,7 @@ from deepinfer_jax.runtime.programs import Programs
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 from deepinfer_jax.runtime.scheduler import Policy
-from deepinfer_jax.runtime.step_types import Options
+from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
 from deepinfer_jax.runtime.text import Tokenizer
 from pallas_kernels import Kernels
 
@@ -57,7 +57,8 @@ class LLM:
     computed at once; max_context: most tokens of a request, prompt included. speculate: draft
     tokens verified a step (None: the trained block if the checkpoint has a drafter; 0: off), or
     "adaptive". accept: "coupled" (tokens equal to decoding without speculation) or "rejection"
-    (equal in distribution). seed: of requests that bring none. Raises ValueError naming the option.
+    (equal in distribution). seed: of requests that bring none. cache: folder where step times
+    measured for "adaptive" are kept (None: the user's cache). Raises ValueError naming the option.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class LLM:
         accept: str = "coupled",
         seed: int = 0,
         shapes: Shapes | None = None,
+        cache: str | Path | None = None,
     ):
         if path is None:
             raise ValueError("path: no embedded checkpoint in this version; give a model folder")
@@ -109,8 +111,23 @@ class LLM:
             context=max_context,
             pages=shapes.pages or max_slots * -(-max_context // PAGE),
             compiler=compiler,
+            adaptive=speculate == "adaptive",
         )
+        if self._loop.adaptive:
+            folder = warmup.default_folder() if cache is None else Path(cache)
+            self._loop.costs = warmup.step_seconds(self._loop, folder)
         self._seed, self._requests, self._numbers = seed, 0, 0
+
+    def warm_up(self, *, logprobs: bool = True, scores: bool = True) -> None:
+        """Compiles everything that requests can need, so that nothing compiles later.
+
+        logprobs, scores: False leaves out the programs that report alternatives, or prompt
+        log-probabilities. Captures and forced routes have programs of their own, which compile when
+        first used. Raises ValueError while requests are in flight.
+        """
+        if len(self._loop):
+            raise ValueError("warm_up: requests are in flight")
+        warmup.compile_all(self._loop, logprobs=logprobs, scores=scores)
 
     def generate(
         self,
@@ -123,9 +140,14 @@ class LLM:
         """Continues every prompt; results in the order of the prompts.
 
         prompts: text or token ids, or a list of them; sampling_params: one for all or one each;
-        capture: names of `model.capture` recorded for each generated token; strict: raise
-        ValueError for the first request that fails instead of reporting it in its result.
+        capture: names of `model.capture` recorded for each prompt row and each generated token (all
+        but "compressed_kv" and "index_keys", which have no entry a row); strict: raise ValueError
+        for the first request that fails instead of reporting it in its result.
         """
+        unknown = sorted(set(capture) - ROW_NAMES)
+        if unknown:
+            known = ", ".join(sorted(ROW_NAMES))
+            raise ValueError(f"capture: unknown name {unknown[0]!r}; expected {known}")
         work = _paired(prompts, sampling_params)
         requests = [RequestOutput(None, []) for _ in work]
         for number, request in self._run(iter(work), len(work), capture):
@@ -286,8 +308,27 @@ class LLM:
             raise ValueError(
                 f"prompt: id {cfg.image_token_id} is the image token; images are not supported"
             )
+        if params.forced_routes is not None:
+            self._check_routes(params.forced_routes)
         if params.stop is not None and self.tokenizer is None:
             raise ValueError("stop: strings need the checkpoint's tokenizer.json")
+
+    def _check_routes(self, routes: np.ndarray) -> None:
+        cfg = self.model.cfg
+        layers, experts = cfg.num_hidden_layers, cfg.num_experts_per_tok
+        if routes.shape[1:] != (layers, experts):
+            raise ValueError(
+                f"forced_routes: shape {list(routes.shape)}; expected [tokens, {layers}, {experts}]"
+            )
+        ordered = np.sort(routes, axis=-1)
+        chosen = ordered[ordered[..., -1] >= 0]  # the others leave it to the router
+        if chosen.size and not 0 <= chosen.min() <= chosen.max() < cfg.n_routed_experts:
+            raise ValueError(
+                f"forced_routes: experts {chosen.min()}..{chosen.max()}; expected "
+                f"0..{cfg.n_routed_experts - 1}, or -1 for all of a token's experts in a layer"
+            )
+        if (chosen[:, 1:] == chosen[:, :-1]).any():
+            raise ValueError("forced_routes: the same expert twice for one token")
 
     def _tokenizer(self) -> Tokenizer | None:
         cfg = self.model.cfg

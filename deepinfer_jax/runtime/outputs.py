@@ -21,7 +21,8 @@ class CompletionOutput:
     logprobs: one entry per id if asked for.
     finish_reason: None while it grows, then one of FINISH_REASONS. stop_reason: the stop string or
         id that ended it (None for the end-of-sequence id).
-    captured: what ``generate(capture=...)`` recorded, by name, one row per id.
+    captured: what ``generate(capture=...)`` recorded, name -> layer -> one row per id: the row that
+        the id was sampled from, which fed the token before it.
     """
 
     index: int
@@ -31,6 +32,45 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     captured: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass
+class DraftCounts:
+    """What became of drafted tokens, one entry a place of the block.
+
+    A draft is judged if it was verified and every one before it stood: only then does its fate say
+    something about the drafter. expected: sum of the confidences of the judged ones.
+    """
+
+    judged: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    expected: list[float] = dataclasses.field(default_factory=list)
+
+    def count(self, judged: int, stood: int, chance: list[float]) -> None:
+        """One turn: the first `judged` drafts were, and the first `stood` of them stood."""
+        stands = [int(place < stood) for place in range(judged)]
+        self.add(DraftCounts([1] * judged, stands, chance[:judged]))
+
+    def add(self, other: "DraftCounts") -> None:
+        """Adds the counts of another."""
+        for name in ("judged", "accepted", "expected"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            mine += [0] * (len(theirs) - len(mine))
+            for place, value in enumerate(theirs):
+                mine[place] += value
+
+    @property
+    def acceptance(self) -> list[float | None]:
+        """Accepted share of the judged drafts by place; None where none was judged."""
+        pairs = zip(self.accepted, self.judged, strict=True)
+        return [accepted / judged if judged else None for accepted, judged in pairs]
+
+    @property
+    def calibration_error(self) -> float | None:
+        """|mean confidence - acceptance|, averaged over the judged drafts."""
+        gaps = zip(self.expected, self.accepted, strict=True)
+        total = sum(self.judged)
+        return sum(abs(a - b) for a, b in gaps) / total if total else None
 
 
 @dataclasses.dataclass
@@ -51,6 +91,7 @@ class RequestMetrics:
     verified_rows: int = 0
     accepted_rows: int = 0
     preemptions: int = 0
+    drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
     @property
     def time_to_first_token(self) -> float | None:
@@ -63,19 +104,27 @@ class RequestMetrics:
         emitted = self.decode_steps + self.accepted_rows
         return emitted / self.decode_steps if self.decode_steps else 0.0
 
+    @property
+    def verified_per_accepted(self) -> float | None:
+        """Draft rows fed for each draft that stood; None if none did."""
+        return self.verified_rows / self.accepted_rows if self.accepted_rows else None
+
 
 @dataclasses.dataclass
 class RequestOutput:
     """One prompt's result. ``error`` is set exactly when a finish_reason is "error".
 
     prompt_logprobs: one entry per prompt token if asked for; None at the first, which nothing
-    predicts.
+    predicts. prompt_captured: what ``generate(capture=...)`` recorded of the prompt's own rows,
+    name -> layer -> one row per prompt token (the last ones, where bounded replay computed only
+    those).
     """
 
     prompt: str | None
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput] = dataclasses.field(default_factory=list)
     prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_captured: dict[str, dict[int, Any]] = dataclasses.field(default_factory=dict)
     metrics: RequestMetrics = dataclasses.field(default_factory=RequestMetrics)
     error: str | None = None
 

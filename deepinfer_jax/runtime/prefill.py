@@ -38,7 +38,7 @@ from deepinfer_jax.structured import Pool
 def prefill_chunk(
     setup: Setup,
     options: Options,
-    tail: bool,
+    tail: int,
     score: bool,
     weights: Weights,
     state: State,
@@ -47,13 +47,13 @@ def prefill_chunk(
 ) -> tuple[State, StepOutput]:
     """Prompt chunks of several sequences; the last chunk of a prompt samples its first token.
 
-    tail: some chunk reaches the part of its prompt that the decoder half sees; without it only the
-    encoder half and the last KV source run (replay "compact"). score: report the log-probability of
-    every prompt token, which needs every row through every layer.
+    tail: most rows of a chunk that the decoder half sees; with 0 only the encoder half and the last
+    KV source run (read under replay "compact" only). score: report the log-probability of every
+    prompt token, which needs every row through every layer.
     """
     cfg, replay = setup.cfg, setup.numerics.replay
     whole = score or replay == "full"
-    floor = jnp.maximum(inputs.total - cfg.replay_keep, 0)
+    floor = jnp.maximum(inputs.prompt - cfg.replay_keep, 0)
     slot = jnp.maximum(inputs.slot, 0)
     rows = row_lists.rectangle(
         inputs.token,
@@ -64,11 +64,12 @@ def prefill_chunk(
         floor=jnp.zeros_like(floor) if whole else floor,
     )
     state = dataclasses.replace(state, tables=_count_prompt(state.tables, rows, inputs))
-    keep = None
-    if not whole and replay == "compact":
-        keep = min(cfg.replay_keep, rows.width) if tail else 0
+    keep = tail if not whole and replay == "compact" else None
     recorder = Capture(options.capture)
-    trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, keep=keep)
+    routes = None
+    if inputs.routes is not None:
+        routes = inputs.routes.reshape(-1, *inputs.routes.shape[2:])
+    trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, keep=keep, routes=routes)
     state = dataclasses.replace(state, cache=trunk.cache)
     last = inputs.last & (rows.count > 0)
     state = dataclasses.replace(
@@ -76,7 +77,8 @@ def prefill_chunk(
         length=put(state.length, inputs.slot, rows.start + rows.count),
     )
     if keep == 0:
-        return state, _nothing(rows.groups, options)
+        output = _nothing(rows.groups, options)
+        return state, dataclasses.replace(output, captured=captured(recorder, rows))
     x = transformer.collapse(setup, weights, trunk.hidden, recorder)
     params = inputs.params.take(slot)
     position = rows.start + rows.count
@@ -123,13 +125,16 @@ def prefill_chunk(
         )
     output = _output(rows.groups, options, first, live.astype(jnp.int32), last & ~first.valid)
     return state, dataclasses.replace(
-        output, prompt=prompt, captured=captured(recorder, trunk.rows)
+        output,
+        ahead=state.confidence[slot],
+        prompt=prompt,
+        captured=captured(recorder, rows, kept=trunk.rows, border=cfg.decoder_start),
     )
 
 
 def _count_prompt(tables: Tables, rows: Rows, inputs: PrefillInput) -> Tables:
     slot = jnp.where(rows.valid, inputs.slot[rows.group], -1)
-    output = rows.position >= inputs.output_from[rows.group]
+    output = rows.position >= inputs.prompt[rows.group]
     tables = sampling_state.count_prompt(tables, jnp.where(output, -1, slot), rows.token)
     return sampling_state.count_output(tables, jnp.where(output, slot, -1), rows.token)
 
@@ -161,6 +166,7 @@ def _output(
 ) -> StepOutput:
     """A step's output with one place a group."""
     one = jax.tree.map(lambda leaf: leaf[:, None], sampled)
+    zero = jnp.zeros((groups,), jnp.int32)
     return StepOutput(
         tokens=one.token,
         count=count,
@@ -168,8 +174,11 @@ def _output(
         logprob=one.logprob,
         top_ids=one.top_ids,
         top_logprobs=one.top_logprobs,
-        verified=jnp.zeros((groups,), jnp.int32),
+        verified=zero,
+        judged=zero,
+        stood=zero,
         confidence=jnp.zeros((groups, options.block), jnp.float32),
+        ahead=jnp.zeros((groups, options.block), jnp.float32),
         prompt=None,
         captured={},
     )

@@ -10,7 +10,7 @@ import functools
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
@@ -18,13 +18,14 @@ from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import prefill, state, step
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
-from deepinfer_jax.structured import Pool
+from deepinfer_jax.structured import GrammarState, Pool
 
 _prefill = jit(prefill.prefill_chunk, static_argnums=(0, 1, 2, 3), donate_argnums=5)
 _decode = jit(step.decode_step, static_argnums=(0, 1, 2), donate_argnums=4)
 _admit = jit(state.admit, donate_argnums=0)
 _put = jit(state.put, donate_argnums=0)
 _take = jit(state.take)
+_grammar = jit(state.grammar_of)
 
 
 @dataclasses.dataclass
@@ -37,7 +38,7 @@ class Programs:
 
     def prefill(
         self,
-        tail: bool,
+        tail: int,
         score: bool,
         options: Options,
         held: State,
@@ -57,20 +58,27 @@ class Programs:
 
     def admit(self, held: State, slot: int, bias: Any, stop: Any, grammar: Any) -> State:
         """See `state.admit`; `held` is donated."""
-        return _admit(held, jnp.int32(slot), bias, stop, grammar)
+        return _admit(held, np.int32(slot), bias, stop, grammar)
 
     def take(self, held: State, slot: int, pages: Any) -> Any:
         """See `state.take`; copies to the host start at once."""
-        saved = _take(held, jnp.int32(slot), pages)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), saved)
-        return saved
+        return _leaving(_take(held, np.int32(slot), pages))
 
     def put(self, held: State, slot: int, pages: Any, saved: Any) -> State:
         """See `state.put`; `held` is donated."""
-        return _put(held, jnp.int32(slot), pages, saved)
+        return _put(held, np.int32(slot), pages, saved)
+
+    def grammar(self, held: State, slot: int) -> GrammarState:
+        """Where a slot is in its grammar; the copy to the host starts at once."""
+        return _leaving(_grammar(held, np.int32(slot)))
+
+
+def _leaving(saved: Any) -> Any:
+    jax.tree.map(lambda leaf: leaf.copy_to_host_async(), saved)
+    return saved
 
 
 @functools.cache
 def compiled_programs() -> tuple[Any, ...]:
     """The jitted functions, for tests that count compilations."""
-    return (_prefill, _decode, _admit, _put, _take)
+    return (_prefill, _decode, _admit, _put, _take, _grammar)

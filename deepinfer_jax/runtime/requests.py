@@ -21,7 +21,8 @@ class Sample:
     """A sample as the engine works on it.
 
     number: unique in the engine. request, output: where results go. prompt: token ids; key: noise
-    key, uint32 [2]; limit: tokens it may have in all, prompt included; stops: ids that end it.
+    key, uint32 [2]; limit: tokens it may have in all, prompt included; stops: ids that end it;
+    prompt_seen: prompt rows whose captures are recorded.
     """
 
     number: int
@@ -37,6 +38,8 @@ class Sample:
     grammar_row: int = -1
     matcher: Any = None
     forced: tuple[int, ...] = ()
+    routes: np.ndarray | None = None
+    prompt_seen: int = 0
 
     @classmethod
     def new(
@@ -72,6 +75,7 @@ class Sample:
             eos,
             stream,
             forced=tuple(params.forced_token_ids or ()),
+            routes=params.forced_routes,
         )
 
     @property
@@ -82,6 +86,10 @@ class Sample:
     def tokens(self) -> list[int]:
         """Prompt and output: what a request that lost its slot is computed again from."""
         return self.prompt + self.output.token_ids
+
+    def forced_from(self, position: int) -> tuple[int, ...]:
+        """The forced ids from an absolute position of the output on."""
+        return self.forced[position - len(self.prompt) :]
 
     @property
     def metrics(self) -> RequestMetrics:
@@ -110,6 +118,25 @@ class Sample:
         if len(self.prompt) + len(output.token_ids) >= self.limit:
             return self.end("length")
         return False
+
+    def record(self, name: str, layer: int, rows: np.ndarray) -> None:
+        """Captured rows of the next ids."""
+        self.output.captured.setdefault(name, {}).setdefault(layer, []).append(rows)
+
+    def record_prompt(self, name: str, layer: int, rows: np.ndarray) -> None:
+        """Captured rows of the prompt that come after those recorded."""
+        self.request.prompt_captured.setdefault(name, {}).setdefault(layer, []).append(rows)
+
+    def close(self) -> None:
+        """Joins what was captured, cut like the ids. Called once, when the sample has ended."""
+        kept = len(self.output.token_ids)
+        for layers in self.output.captured.values():
+            for layer, parts in layers.items():
+                layers[layer] = np.concatenate(parts)[:kept]
+        if self.output.index == 0:
+            for layers in self.request.prompt_captured.values():
+                for layer, parts in layers.items():
+                    layers[layer] = np.concatenate(parts)
 
     def end(self, reason: str, detail: int | str | None = None) -> bool:
         """Closes the sample; always True."""

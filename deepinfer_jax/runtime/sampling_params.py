@@ -152,7 +152,8 @@ class SamplingParams:
     structured: {"regex": s} | {"json_schema": dict or s} | {"ebnf": s} | {"choice": [s]} |
         {"json": True}, optionally with "trigger": [ids] and "lenient": bool.
     forced_token_ids: the output begins with these, whatever the model says (teacher forcing).
-    forced_routes: experts to use, int [tokens, layers, experts per token], by absolute position.
+    forced_routes: experts to use, int [tokens, layers, experts per token], by absolute position;
+        -1 throughout a token's experts in a layer leaves them to the router.
 
     Raises ValueError, one line naming the option, for anything wrong or contradictory.
     """

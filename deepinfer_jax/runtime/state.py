@@ -97,6 +97,11 @@ def take(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"]) -> 
     )
 
 
+def grammar_of(state: State, slot: Int32[Array, ""]) -> GrammarState:
+    """Where a slot is in its grammar."""
+    return jax.tree.map(lambda leaf: leaf[slot], state.grammar)
+
+
 def put(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"], saved: Any) -> State:
     """The state with a share written to a slot and to pages (-1: nothing)."""
     by_slot, by_page = _split(state)

@@ -13,6 +13,7 @@ go through `prefill.py`.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,7 +57,7 @@ def decode_step(
     fed = jnp.zeros_like(slot)
     if options.block:
         room = jnp.where(active, jnp.minimum(inputs.room, limit - length - 2), 0)
-        fed = verify.widths(confidence, room, inputs.budget)
+        fed = verify.widths(confidence / inputs.temperature[None, :], room, inputs.budget)
     rows = row_lists.flat(
         jnp.concatenate([state.last[slot][:, None], drafts], axis=1),
         start=length,
@@ -66,7 +67,9 @@ def decode_step(
         size=size,
     )
     recorder = Capture(options.capture)
-    trunk = transformer.trunk(setup, weights, rows, state.cache, recorder)
+    ahead = rows.position - inputs.known[rows.group]
+    routes = None if inputs.routes is None else _at(inputs.routes, rows, ahead)
+    trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, routes=routes)
     x = transformer.collapse(setup, weights, trunk.hidden, recorder)
     logits = head_logits(setup, x, weights.norm, weights.head)
 
@@ -84,7 +87,6 @@ def decode_step(
         jax.tree.map(lambda leaf: leaf[place, rows.group], along),
         inputs.limit[row_slot] - predicted,
     )
-    forced = None if inputs.forced is None else inputs.forced[row_slot, predicted]
     sampled = sampling.sample(
         logits,
         inputs.params.take(row_slot),
@@ -93,7 +95,7 @@ def decode_step(
         predicted,
         earlier=earlier,
         allowed=allowed,
-        forced=forced,
+        forced=_at(inputs.forced, rows, ahead + 1),
         top=options.top,
     )
     wide = jax.tree.map(lambda leaf: row_lists.to_rectangle(rows, leaf), sampled)
@@ -133,7 +135,10 @@ def decode_step(
         top_ids=wide.top_ids,
         top_logprobs=wide.top_logprobs,
         verified=fed,
+        judged=verified.judged,
+        stood=verified.stood,
         confidence=confidence,
+        ahead=state.confidence[slot],
         prompt=None,
         captured=captured(recorder, rows),
     )
@@ -201,11 +206,23 @@ def _commit(
     )
 
 
+def _at(
+    values: Int32[Array, " groups reach *rest"], rows: Rows, place: Int32[Array, " rows"]
+) -> Int32[Array, " rows *rest"]:
+    """values[group of the row, place]; -1 outside."""
+    inside = (place >= 0) & (place < values.shape[1])
+    found = values[rows.group, jnp.clip(place, 0, values.shape[1] - 1)]
+    return jnp.where(inside.reshape(-1, *(1,) * (found.ndim - 1)), found, -1)
+
+
 def _grammar_along(
     pool: Pool, grammar: GrammarState, drafts: Int32[Array, "groups block"]
 ) -> GrammarState:
     """Grammar states of each group after 0, 1, ... drafts, stacked on a leading axis."""
-    states = [grammar]
-    for place in range(drafts.shape[1]):
-        states.append(drafting.advance(pool, states[-1], jnp.maximum(drafts[:, place], 0)))
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *states)
+
+    def one(before: GrammarState, token: Int32[Array, " groups"]) -> tuple[GrammarState, Any]:
+        after = drafting.advance(pool, before, jnp.maximum(token, 0))
+        return after, after
+
+    _, along = jax.lax.scan(one, grammar, drafts.swapaxes(0, 1))
+    return jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), grammar, along)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from deepinfer_jax.model import rows as row_lists
-from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.capture import NAMES, Capture
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
@@ -18,6 +18,8 @@ from deepinfer_jax.runtime.sampling_state import RowParams
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured import Pool
+
+ROW_NAMES = NAMES - {"compressed_kv", "index_keys"}  # captures with one entry a row
 
 
 class Options(NamedTuple):
@@ -34,23 +36,24 @@ class Options(NamedTuple):
 class PrefillInput:
     """Chunks of n sequences.
 
-    token int32 [n, width]; slot (-1: unused), start, count, total (prompt length) int32 [n]; last
-    bool [n]: the chunk ends the prompt; output_from int32 [n]: position from which tokens count as
-    output (a request computed again); following int32 [n, width]: the token after each place (-1:
-    unknown), read for prompt log-probabilities; pages int32 [n, P]; forced int32 [n]: the first
-    output token (-1: sampled); params, limit: one entry a slot.
+    token int32 [n, width]; slot (-1: unused), start, count int32 [n]; last bool [n]: the chunk ends
+    what is to be computed; prompt int32 [n]: length of the prompt, tokens from there on are output
+    (a request computed again); following int32 [n, width]: the token after each place (-1:
+    unknown), read for prompt log-probabilities; pages int32 [n, P]; forced int32 [n]: the next
+    output token (-1: sampled); routes int32 [n, width, layers, k]: experts by place (-1: the
+    router's), or None; params, limit: one entry a slot.
     """
 
     token: Leaf
     slot: Leaf
     start: Leaf
     count: Leaf
-    total: Leaf
     last: Leaf
-    output_from: Leaf
+    prompt: Leaf
     following: Leaf
     pages: Leaf
     forced: Leaf
+    routes: Leaf
     params: RowParams
     limit: Leaf
 
@@ -60,17 +63,29 @@ class DecodeInput:
     """A turn of each group.
 
     slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
-    verify; budget int32: draft rows in all; forced int32 [slots, context]: output tokens by
-    position (-1: sampled), or None; params, limit: one entry a slot.
+    verify; budget int32: draft rows in all; temperature f32 [block]: divides the confidence of each
+    place. known int32 [groups]: least position that the group's newest token can have; forced int32
+    [groups, reach] output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts
+    (-1: the router's) or None, both for the positions from `known` on. params, limit: one entry a
+    slot.
     """
 
     slot: Leaf
     pages: Leaf
     room: Leaf
     budget: Leaf
+    temperature: Leaf
+    known: Leaf
     forced: Leaf
+    routes: Leaf
     params: RowParams
     limit: Leaf
+
+
+def reach(block: int) -> int:
+    """Positions that `DecodeInput.forced` covers: where the newest token can be after a step that
+    the host has not read, its drafts, and the token after them."""
+    return 2 * (1 + block) + 1
 
 
 @flax.struct.dataclass
@@ -79,9 +94,10 @@ class StepOutput:
 
     tokens int32 [g, w], count int32 [g] valid ones; failed bool [g]: no valid distribution;
     logprob f32 [g, w], top_ids, top_logprobs [g, w, top]; verified int32 [g]: draft rows fed;
-    confidence f32 [g, block]: of the drafts that were judged; prompt: log-probabilities of
-    `following`, [g, width] and twice [g, width, top], or None; captured: name -> layer ->
-    [g, w, ...].
+    judged, stood int32 [g]: as of `verify.Verified`; confidence, ahead f32 [g, block]: of the block
+    that was verified, of the one made for the next step; prompt: log-probabilities of `following`,
+    [g, width] and twice [g, width, top], or None;
+    captured: name -> layer -> [g, w, ...].
     """
 
     tokens: Leaf
@@ -91,7 +107,10 @@ class StepOutput:
     top_ids: Leaf
     top_logprobs: Leaf
     verified: Leaf
+    judged: Leaf
+    stood: Leaf
     confidence: Leaf
+    ahead: Leaf
     prompt: Leaf
     captured: dict[str, dict[int, Leaf]]
 
@@ -135,8 +154,17 @@ def draft_next(
     )
 
 
-def captured(recorder: Capture, rows: Rows) -> dict[str, dict[int, Any]]:
-    return jax.tree.map(lambda leaf: row_lists.to_rectangle(rows, leaf), recorder.found)
+def captured(recorder: Capture, rows: Rows, *, kept: Rows | None = None, border: int = 0) -> Any:
+    """name -> layer -> [groups, width, ...]. kept: the rows of the layers from `border` on, if they
+    are others (bounded replay); `ROW_NAMES` has what is recorded a row."""
+
+    def wide(layer: int, leaf: Array) -> Array:
+        return row_lists.to_rectangle(rows if kept is None or layer < border else kept, leaf)
+
+    return {
+        name: {layer: wide(layer, leaf) for layer, leaf in layers.items()}
+        for name, layers in recorder.found.items()
+    }
 
 
 def put(store: Array, place: Int32[Array, " groups"], value: Array) -> Array:

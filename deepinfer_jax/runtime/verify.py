@@ -27,12 +27,16 @@ from deepinfer_jax.spec import Leaf
 class Verified:
     """tokens int32 [groups, width]: what each place emits; count int32 [groups]: places that stand;
     failed, stopped bool [groups]: the last one is not valid (and not counted), or ends the request.
+    judged, stood int32 [groups]: drafts whose fate says something about the drafter (all before
+    them stood and nothing had ended), and those of them that stood.
     """
 
     tokens: Leaf
     count: Leaf
     failed: Leaf
     stopped: Leaf
+    judged: Leaf
+    stood: Leaf
 
 
 def widths(
@@ -126,13 +130,22 @@ def _close(
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None, :]
     drafted = place[:, : match.shape[1]] < rows[:, None] - 1
     stands = jnp.cumprod((match & drafted).astype(jnp.int32), axis=1)
-    count = jnp.where(rows > 0, 1 + jnp.sum(stands, axis=1, dtype=jnp.int32), 0)
-    broken = _first(~valid)
+    stood = jnp.sum(stands, axis=1, dtype=jnp.int32)
+    count = jnp.where(rows > 0, 1 + stood, 0)
+    broken, ends = _first(~valid), _first(stop)
     failed = broken < count
     count = jnp.minimum(count, broken)
-    ends = _first(stop)
     stopped = ends < count
-    return Verified(tokens, jnp.minimum(count, ends + 1), failed & ~stopped, stopped)
+    judged = jnp.minimum(jnp.minimum(stood + 1, jnp.maximum(rows - 1, 0)), broken)
+    judged = jnp.where(stopped, jnp.minimum(judged, ends + 1), judged)
+    return Verified(
+        tokens,
+        jnp.minimum(count, ends + 1),
+        failed & ~stopped,
+        stopped,
+        judged,
+        jnp.minimum(stood, judged),
+    )
 
 
 def _first(flags: Bool[Array, "groups width"]) -> Int32[Array, " groups"]:

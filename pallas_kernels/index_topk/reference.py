@@ -60,7 +60,7 @@ def select(
         score = jnp.where(position < args[2][..., None], score, -jnp.inf)
         mask = None if pool is None else candidate_pool(score, args[2], *pool)
         if candidate_blocks is not None:
-            wide = jnp.repeat(args[3], block, axis=-1)[..., : score.shape[-1]]
+            wide = jnp.repeat(args[3], block or 1, axis=-1)[..., : score.shape[-1]]
             score = jnp.where(wide, score, -jnp.inf)
         top = top_ascending(score, k)
         return (top,) if mask is None else (top, mask)

@@ -156,7 +156,7 @@ def _small() -> list[Case]:
 
 def _released() -> list[Case]:
     tags = ("aot", "bench")
-    full = dict(full=True, tags=tags)
+    full: dict[str, Any] = dict(full=True, tags=tags)
     return [
         case("decode_128x1_128k", 128, 1, 131072, **full),
         case("decode_128x1_128k_pool", 128, 1, 131072, pool=(8, 2048), **full),

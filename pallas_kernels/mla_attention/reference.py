@@ -71,8 +71,15 @@ def attend(
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys; arguments as in the package's `attend`."""
     del rows_per_slot  # only a hint about sharing
-    no_rows = selected is None or selected_index is None or selected_index.shape[1] == 0
-    if no_rows or _length(selected) == 0:
+    if (
+        selected is None
+        or selected_index is None
+        or 0
+        in (
+            selected_index.shape[1],
+            _length(selected),
+        )
+    ):
         selected = selected_index = None
 
     def chunk(args: tuple[Array, Array, Array | None]) -> Array:

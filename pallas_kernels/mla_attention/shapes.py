@@ -156,7 +156,7 @@ _GPU_ONLY = (("hopper", _WHY), ("blackwell", _WHY))
 
 
 def _small() -> list[Case]:
-    tiny = dict(context=300, masked=0.1)
+    tiny: dict[str, Any] = dict(context=300, masked=0.1)
     return [
         case("one_row", 1, window=64, chosen=64, **tiny),
         case("packed", 2, 3, **tiny),
@@ -193,7 +193,7 @@ def _released() -> list[Case]:
     ]
     cases.append(case("decode_128x6_shared", 128, 6, shared=True, tags=("bench",)))
     for rows in (4096, 8192):
-        prefill = dict(context=16384, banded=True, tags=tags)
+        prefill: dict[str, Any] = dict(context=16384, banded=True, tags=tags)
         cases.append(case(f"prefill_{rows}", rows, kinds=_PLAIN, **prefill))
         cases.append(case(f"prefill_{rows}_packed", rows, **prefill))
     return cases

@@ -241,7 +241,7 @@ def test_drafts(tiny, batch, golden, official, cache_qdq):
         off = [max(np.abs(a - b).max() for a, b in zip(got, one, strict=True)) for one in known]
         worst += [min(off)] if off else []
     print(prefix, [f"{distance:.1e}" for distance in worst])
-    assert len(worst) == (4 if cache_qdq else 2)
+    assert len(worst) == 4
     if cache_qdq:
         assert max(worst) < 5e-2 and min(worst) < 5e-5, worst
     else:

@@ -1,0 +1,138 @@
+"""What the host sends with a step: small numpy arrays, made anew for each one.
+
+A step in flight may still read the arrays it was given (on a CPU they can be the device's own
+memory), so nothing that was sent is written again: slots' options are copied before they change,
+page tables are snapshots. The newest tokens and lengths are not here; they stay on the device.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.runtime import sampling_state
+from deepinfer_jax.runtime.requests import Sample
+from deepinfer_jax.runtime.sampling_state import RowParams
+from deepinfer_jax.runtime.scheduler import Chunk, Step
+from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, reach
+
+
+@dataclasses.dataclass
+class Desk:
+    """Options of the slots' owners. params, limit (tokens a request may have): one entry a slot."""
+
+    cfg: ModelConfig
+    per_slot: int
+    params: RowParams
+    limit: np.ndarray
+
+    @classmethod
+    def empty(cls, cfg: ModelConfig, slots: int, per_slot: int) -> "Desk":
+        """Of free slots; per_slot: pages of a slot."""
+        return cls(cfg, per_slot, sampling_state.neutral(slots), np.zeros(slots, np.int32))
+
+    def occupy(self, sample: Sample, slot: int) -> None:
+        """A slot's new owner."""
+        self.params = jax.tree.map(np.copy, self.params)
+        self.limit = self.limit.copy()
+        sampling_state.write(self.params, slot, sample.params, sample.key, len(sample.prompt))
+        self.limit[slot] = sample.limit
+
+    def prefill(
+        self, groups: int, width: int, work: Sequence[tuple[Chunk, Sample]], table: np.ndarray
+    ) -> PrefillInput:
+        """Chunks of prompts; table: pages of every slot."""
+        blank = np.zeros(groups, np.int32)
+        given = PrefillInput(
+            token=np.zeros((groups, width), np.int32),
+            slot=np.full(groups, -1, np.int32),
+            start=blank.copy(),
+            count=blank.copy(),
+            last=np.zeros(groups, np.bool_),
+            prompt=blank.copy(),
+            following=np.full((groups, width), -1, np.int32),
+            pages=np.full((groups, self.per_slot), -1, np.int32),
+            forced=np.full(groups, -1, np.int32),
+            routes=self._routes((groups, width), [sample for _, sample in work]),
+            params=self.params,
+            limit=self.limit,
+        )
+        for place, (chunk, sample) in enumerate(work):
+            tokens = sample.tokens
+            end = chunk.start + chunk.count
+            given.token[place, : chunk.count] = tokens[chunk.start : end]
+            after = tokens[chunk.start + 1 : end + 1]
+            given.following[place, : len(after)] = after
+            given.slot[place], given.start[place] = chunk.slot, chunk.start
+            given.count[place], given.last[place] = chunk.count, chunk.last
+            given.prompt[place] = len(sample.prompt)
+            given.pages[place] = table[chunk.slot]
+            if chunk.last:
+                given.forced[place] = next(iter(sample.forced_from(len(tokens))), -1)
+            if given.routes is not None:
+                _fill(given.routes[place], sample.routes, chunk.start)
+        return given
+
+    def decode(
+        self,
+        groups: int,
+        size: int,
+        block: int,
+        work: Sequence[tuple[Any, Sample]],
+        table: np.ndarray,
+        temperature: np.ndarray,
+    ) -> DecodeInput:
+        """Turns of running requests in a bucket of `size` rows, up to 1 + block each."""
+        far = reach(block)
+        given = DecodeInput(
+            slot=np.full(groups, -1, np.int32),
+            pages=np.full((groups, self.per_slot), -1, np.int32),
+            room=np.zeros(groups, np.int32),
+            budget=np.int32(size - len(work)),
+            temperature=temperature,
+            known=np.zeros(groups, np.int32),
+            forced=np.full((groups, far), -1, np.int32),
+            routes=self._routes((groups, far), [sample for _, sample in work]),
+            params=self.params,
+            limit=self.limit,
+        )
+        for place, (turn, sample) in enumerate(work):
+            given.slot[place], given.pages[place] = turn.slot, table[turn.slot]
+            given.room[place] = 0 if sample.matcher is not None else block
+            known = len(sample.prompt) + max(len(sample.output.token_ids) - 1, 0)
+            given.known[place] = known
+            forced = sample.forced_from(known)[:far]
+            given.forced[place, : len(forced)] = forced
+            if given.routes is not None:
+                _fill(given.routes[place], sample.routes, known)
+        return given
+
+    def _routes(self, lead: tuple[int, int], samples: Sequence[Sample]) -> np.ndarray | None:
+        if all(sample.routes is None for sample in samples):
+            return None
+        return np.full(
+            (*lead, self.cfg.num_hidden_layers, self.cfg.num_experts_per_tok), -1, np.int32
+        )
+
+
+def decoder_rows(cfg: ModelConfig, step: Step, samples: Sequence[Sample]) -> int:
+    """Most rows of a chunk that the decoder half sees under bounded replay.
+
+    The last `replay_keep` of a prompt; of a request computed again also its output, for which the
+    whole width is taken.
+    """
+    width, most = step.shape[1], 0
+    for chunk, sample in zip(step.work, samples, strict=True):
+        assert isinstance(chunk, Chunk)
+        floor = len(sample.prompt) - cfg.replay_keep
+        most = max(most, chunk.start + chunk.count - max(chunk.start, floor))
+    return 0 if most <= 0 else min(cfg.replay_keep, width) if most <= cfg.replay_keep else width
+
+
+def _fill(window: np.ndarray, routes: np.ndarray | None, start: int) -> None:
+    if routes is not None:
+        found = routes[start : start + len(window)]
+        window[: len(found)] = found

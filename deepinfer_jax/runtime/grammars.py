@@ -1,0 +1,110 @@
+"""Grammars of the requests in flight: compiled on threads, loaded into the device's pool, released.
+
+A request with a grammar enters the scheduler when its grammar is compiled and has room in the pool;
+until then others go first. A host-tier grammar gets its mask written into the pool before each step
+that its request is in.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax import structured
+from deepinfer_jax.runtime import state as states
+from deepinfer_jax.runtime.requests import Sample
+from deepinfer_jax.structured import (
+    Compiler,
+    Grammar,
+    GrammarError,
+    GrammarState,
+    HostMatcher,
+    Pool,
+    PoolFullError,
+    PoolManager,
+)
+
+
+class Grammars:
+    """compiler: None where the checkpoint has no tokenizer. pool: what the next step is given."""
+
+    def __init__(self, vocab: int, compiler: Compiler | None):
+        self._compiler = compiler
+        self._manager = PoolManager(vocab, cells=1 << 16 if vocab < 4096 else 1 << 20)
+        self.pool: Pool = self._manager.empty()
+        self._free = jax.device_get(structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS))
+        self._waiting: list[tuple[Sample, Future[Grammar]]] = []
+        self._held: dict[int, Grammar] = {}
+
+    def __len__(self) -> int:
+        """Samples that wait for their grammar."""
+        return len(self._waiting)
+
+    def add(self, sample: Sample) -> str | None:
+        """Starts compiling a sample's grammar; why it cannot, if it cannot."""
+        assert sample.params.structured is not None
+        if self._compiler is None:
+            return "structured: this checkpoint has no tokenizer.json"
+        self._waiting.append((sample, self._compiler.submit(sample.params.structured)))
+        return None
+
+    def ready(self) -> Iterator[tuple[Sample, str | None]]:
+        """Samples that wait no longer: their grammar is in the pool, or the error says why not."""
+        waiting, self._waiting = self._waiting, []
+        for sample, future in waiting:
+            if sample.finished:
+                continue
+            if not future.done():
+                self._waiting.append((sample, future))
+                continue
+            try:
+                grammar = future.result()
+                self.pool, sample.grammar_row = self._manager.acquire(self.pool, grammar)
+                self._held[sample.number] = grammar
+                if grammar.host is not None and self._compiler is not None:
+                    sample.matcher = HostMatcher(grammar, self._compiler.vocabulary)
+            except PoolFullError as full:
+                if not self._held:
+                    yield sample, str(full)
+                else:
+                    self._waiting.append((sample, future))  # until another one is released
+            except GrammarError as error:
+                yield sample, str(error)
+            else:
+                yield sample, None
+
+    def wait(self) -> None:
+        """Blocks until the first of the compilations that samples wait for has ended."""
+        self._waiting[0][1].exception()
+
+    def start(self, sample: Sample) -> GrammarState:
+        """Where a sample's grammar begins; free for one without."""
+        grammar = self._held.get(sample.number)
+        waits = grammar is not None and bool(grammar.trigger) and grammar.host is None
+        return dataclasses.replace(
+            self._free,
+            grammar=np.int32(sample.grammar_row),
+            trigger=np.int32(0 if waits else -1),
+        )
+
+    def write_masks(self, samples: Sequence[Sample]) -> None:
+        """What the host-tier samples of a step may produce in it."""
+        for sample in samples:
+            if sample.matcher is not None:
+                packed = sample.matcher.mask()
+                self.pool = self._manager.write_mask(self.pool, sample.grammar_row, packed)
+
+    def release(self, sample: Sample) -> None:
+        """Lets go of a sample's grammar, if it has one."""
+        if self._held.pop(sample.number, None) is not None:
+            self._manager.release(sample.grammar_row)
+
+    def warm(self) -> Any:
+        """Compiles what loading a grammar runs, for `Loop.warm_up`."""
+        if self._compiler is not None:
+            grammar = self._compiler.submit({"regex": "a"}).result()
+            self.pool, row = self._manager.acquire(self.pool, grammar)
+            self._manager.release(row)

@@ -1,0 +1,112 @@
+"""How many drafted tokens a decode step verifies, from confidences and measured step times.
+
+The drafter's confidence of place j, a logit c_j, estimates the chance that draft j stands given
+that those before it do; survival a_j = prod_{i <= j} sigmoid(c_i / T_i) is the chance that it is
+emitted. A step that feeds n turns and the best drafts in a program of R rows emits
+
+    E(R) = n + sum of the R - n largest survivals         tokens in a measured time t(R),
+
+and the budget is the R with the largest E(R) / t(R) (DeepInfer's confidence-scheduled
+verification). Which drafts get the rows is decided on the device with their own confidences
+(`verify.widths`). The budget itself comes from confidences that the host has read, at least two
+rounds old: whether a draft is verified must not depend on a look at the block it belongs to, or
+acceptance would be biased (the non-anticipation rule).
+
+T_j are calibration temperatures, fitted to what happened. Plain numpy, no clock, no randomness.
+"""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from jaxtyping import Bool, Float
+
+HISTORY = 4096  # judged drafts a place that a temperature is fitted to
+REFIT = 256  # newly judged drafts between fits
+PRIOR = 8.0  # weight of T = 1, in judged drafts of even odds
+
+
+def acceptance(
+    confidence: Float[np.ndarray, "*turns block"], temperature: Float[np.ndarray, " block"]
+) -> Float[np.ndarray, "*turns block"]:
+    """Chance of each draft to stand if those before it do."""
+    return _sigmoid(confidence / temperature)
+
+
+def survival(
+    confidence: Float[np.ndarray, "*turns block"], temperature: Float[np.ndarray, " block"]
+) -> Float[np.ndarray, "*turns block"]:
+    """Chance of each draft to be emitted."""
+    return np.cumprod(acceptance(confidence, temperature), axis=-1)
+
+
+def best_rows(
+    chances: Float[np.ndarray, "turns block"], turns: int, seconds: Mapping[int, float]
+) -> int:
+    """The row count, of those whose step time is known, that emits most tokens a second.
+
+    chances: as of `survival`; turns: running requests, each with one sure row; seconds: time of a
+    step by its rows. Ties go to fewer rows. Raises ValueError if no program has room for the turns.
+    """
+    falling = np.sort(chances.reshape(-1))[::-1]
+    expected = turns + np.concatenate([[0.0], np.cumsum(falling)])
+    best, rate = -1, -1.0
+    for rows in sorted(rows for rows in seconds if rows >= turns):
+        drafts = min(rows - turns, falling.size)
+        if expected[drafts] / seconds[rows] > rate:
+            best, rate = rows, float(expected[drafts]) / seconds[rows]
+    if best < 0:
+        raise ValueError(f"{turns} turns; expected at most {max(seconds, default=0)}")
+    return best
+
+
+class Calibration:
+    """One temperature a draft place, of the likelihood of what happened; starts at 1."""
+
+    def __init__(self, block: int):
+        self.temperature = np.ones(block, np.float32)
+        self._seen: list[list[tuple[float, bool]]] = [[] for _ in range(block)]
+        self._new = 0
+
+    def observe(self, confidence: Sequence[float], judged: int, accepted: int) -> None:
+        """One turn: confidences of its block, drafts judged (verified with all before them
+        standing) and drafts that stood."""
+        for place in range(judged):
+            self._seen[place].append((float(confidence[place]), place < accepted))
+        self._new += judged
+        if self._new >= REFIT:
+            self._new = 0
+            for place, seen in enumerate(self._seen):
+                del seen[:-HISTORY]
+                if seen:
+                    logits, stood = (np.array(column) for column in zip(*seen, strict=True))
+                    self._refit(place, logits, stood)
+
+    def expected(self) -> Float[np.ndarray, " block"]:
+        """Mean confidence of each place as a logit: what to expect of a block not yet read."""
+        means = [np.mean([logit for logit, _ in seen]) if seen else 0.0 for seen in self._seen]
+        return np.array(means, np.float32)
+
+    def _refit(self, place: int, logits: np.ndarray, stood: np.ndarray) -> None:
+        # A new array: a step in flight may still read the old one.
+        fitted = self.temperature.copy()
+        fitted[place] = fit_temperature(logits, stood)
+        self.temperature = fitted
+
+
+def fit_temperature(logits: Float[np.ndarray, " n"], stood: Bool[np.ndarray, " n"]) -> float:
+    """The T in [1/8, 8] that makes sigmoid(logits / T) likeliest, drawn towards 1 by PRIOR.
+
+    With a = 1 / T the negative log-likelihood is convex in a; Newton's method with its bounds.
+    """
+    z = np.clip(logits.astype(np.float64), -60, 60)
+    a = 1.0
+    for _ in range(30):
+        chance = _sigmoid(a * z)
+        slope = np.sum((chance - stood) * z) + PRIOR / 4 * (a - 1)
+        bend = np.sum(chance * (1 - chance) * z * z) + PRIOR / 4
+        a = float(np.clip(a - slope / bend, 1 / 8, 8))
+    return 1 / a
+
+
+def _sigmoid(x: Float[np.ndarray, "..."]) -> Float[np.ndarray, "..."]:
+    return 1 / (1 + np.exp(-np.clip(x, -60, 60)))

@@ -1,0 +1,158 @@
+"""Before the first request: compile every program of an engine, and time its decode steps.
+
+Programs are compiled by running them with no slot in use, which changes nothing. Step times are
+taken with every slot at work on a scratch state; they depend on model, numerics, shapes and machine
+alone, so they are kept on disk under a name made from those:
+
+    CACHE/steps-<digest>.json = {"what": ..., "seconds": [[groups, rows, seconds], ...]}
+"""
+
+import dataclasses
+import hashlib
+import importlib.metadata
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from deepinfer_jax.runtime.loop import Loop
+from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
+from deepinfer_jax.runtime.step_types import Options
+
+RUNS = 5
+LENGTH = 64  # tokens of each sequence in a timed step
+
+
+def default_folder() -> Path:
+    """Where measurements and compiled programs are kept unless a folder is named."""
+    return Path.home() / ".cache" / "deepinfer_jax"
+
+
+def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> None:
+    """Runs every program once with nothing to do.
+
+    logprobs: also those that report alternatives; scores: also those for prompt log-probabilities.
+    """
+    setup, width = loop.programs.setup, loop.programs.setup.cfg.vocab_size
+    wide = loop.options._replace(top=min(MAX_LOGPROBS, width))
+    several = (loop.options, wide) if logprobs else (loop.options,)
+    table = loop.pages.snapshot()
+    for groups, sizes in loop.buckets().items():
+        given = loop.desk.decode(
+            groups, groups, loop.options.block, (), table, loop.calibration.temperature
+        )
+        for size in sizes:
+            for options in several:
+                _decode(loop, size, options, given)
+    for height, chunk in loop.policy.prefill:
+        given = loop.desk.prefill(height, chunk, (), table)
+        tails = {chunk}
+        if setup.numerics.replay == "compact":
+            tails |= {0, min(setup.cfg.replay_keep, chunk)}
+        for tail in sorted(tails):
+            for options in several:
+                loop.state, _ = loop.programs.prefill(
+                    tail, False, options, loop.state, loop.grammars.pool, given
+                )
+        if scores:
+            loop.state, _ = loop.programs.prefill(
+                chunk, True, wide, loop.state, loop.grammars.pool, given
+            )
+    _compile_moves(loop)
+    loop.grammars.warm()
+    jax.block_until_ready(loop.state)
+
+
+def _compile_moves(loop: Loop) -> None:
+    """Admission and preemption, on slot 0: called while no request is in one."""
+    vocab = loop.programs.setup.cfg.vocab_size
+    none = np.full(loop.pages.per_slot, -1, np.int32)
+    saved = jax.device_get(loop.programs.take(loop.state, 0, none))
+    loop.state = loop.programs.put(loop.state, 0, none, saved)
+    grammar = jax.device_get(loop.programs.grammar(loop.state, 0))
+    loop.state = loop.programs.admit(
+        loop.state, 0, np.zeros(vocab, np.float32), np.zeros(vocab, np.bool_), grammar
+    )
+
+
+def step_seconds(loop: Loop, folder: Path) -> dict[tuple[int, int], float]:
+    """Seconds of a decode step by (groups, rows), from disk or measured and kept there."""
+    what = _identity(loop)
+    digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
+    file = folder / f"steps-{digest}.json"
+    if file.is_file():
+        kept = json.loads(file.read_text(encoding="utf-8"))
+        return {(groups, rows): seconds for groups, rows, seconds in kept["seconds"]}
+    found = measure(loop)
+    folder.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{time.time_ns()}")  # renamed when whole: engines may race
+    seconds = [[groups, rows, value] for (groups, rows), value in found.items()]
+    written.write_text(json.dumps({"what": what, "seconds": seconds}), encoding="utf-8")
+    written.replace(file)
+    return found
+
+
+def measure(loop: Loop) -> dict[tuple[int, int], float]:
+    """Median seconds of a decode step in every bucket, each slot and each row in use.
+
+    Called while no request is in a slot: the state is used for it and then emptied.
+    """
+    slots, block = loop.policy.slots, loop.options.block
+    held = min(loop.pages.per_slot, max(loop.pages.total // slots, 1))
+    table = np.full((slots, loop.pages.per_slot), -1, np.int32)
+    table[:, :held] = np.arange(slots * held, dtype=np.int32).reshape(slots, held)
+    table[table >= loop.pages.total] = -1
+    limit = np.full(slots, np.iinfo(np.int32).max // 2, np.int32)
+    start = min(LENGTH, loop.context - RUNS * (1 + block) - 1)
+    found = {}
+    for groups, sizes in loop.buckets().items():
+        given = loop.desk.decode(groups, groups, block, (), table, loop.calibration.temperature)
+        given = dataclasses.replace(
+            given,
+            slot=np.arange(groups, dtype=np.int32),
+            pages=table[:groups],
+            room=np.full(groups, block, np.int32),
+            limit=limit,
+        )
+        for size in sizes:
+            given = dataclasses.replace(given, budget=np.int32(size - groups))
+            seconds = []
+            for _ in range(RUNS + 1):
+                loop.state = dataclasses.replace(
+                    loop.state,
+                    length=jnp.full((slots,), max(start, 1), jnp.int32),
+                    done=jnp.zeros((slots,), jnp.bool_),
+                )
+                jax.block_until_ready(loop.state)
+                begin = time.perf_counter()
+                jax.block_until_ready(_decode(loop, size, loop.options, given))
+                seconds.append(time.perf_counter() - begin)
+            found[groups, size] = statistics.median(seconds[1:])
+    loop.state = loop.empty_state()
+    return found
+
+
+def _decode(loop: Loop, size: int, options: Options, given: Any) -> Any:
+    loop.state, output = loop.programs.decode(size, options, loop.state, loop.grammars.pool, given)
+    return output
+
+
+def _identity(loop: Loop) -> dict[str, Any]:
+    """What step times depend on, as JSON."""
+    setup, device = loop.programs.setup, jax.devices()[0]
+    return {
+        "model": repr(setup.cfg),
+        "layout": repr(setup.layout),
+        "kernels": repr(setup.kernels),
+        "numerics": repr(setup.numerics),
+        "options": list(map(str, loop.options)),
+        "buckets": {str(groups): sizes for groups, sizes in loop.buckets().items()},
+        "context": loop.context,
+        "device": [device.platform, device.device_kind],
+        "jax": importlib.metadata.version("jax"),
+    }
