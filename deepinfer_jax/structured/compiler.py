@@ -217,6 +217,8 @@ def _compile(spec: _Spec, key: str, vocabulary: Vocabulary, limits: Limits) -> G
             try:
                 nfa, warnings = graph()
                 report, block, classes = _tables(nfa, vocabulary, spec, budget)
+                if reasons:
+                    report = dataclasses.replace(report, reason=f"with more calls: {reasons[0]}")
                 break
             except TierError as error:
                 reasons.append(str(error))

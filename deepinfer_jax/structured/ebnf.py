@@ -14,7 +14,7 @@
 import json
 import re
 
-from deepinfer_jax.structured.errors import EbnfError
+from deepinfer_jax.structured.errors import EbnfError, GrammarError
 from deepinfer_jax.structured.nfa import (
     EMPTY,
     Characters,
@@ -224,6 +224,8 @@ def _lark(tree: Tree, names: dict[str, str]) -> str:
     if isinstance(tree, Text):
         return json.dumps(tree.text)
     if isinstance(tree, Characters):
+        if tree.ranges and tree.ranges[-1][1] > MAX:
+            raise GrammarError("host tier: anchors of a regex only work in the device tiers")
         spans = (f"\\x{{{a:X}}}" + (f"-\\x{{{b:X}}}" if b > a else "") for a, b in tree.ranges)
         return f"/[{''.join(spans)}]/" if tree.ranges else "/[^\\x{0}-\\x{10FFFF}]/"
     if isinstance(tree, Reference):

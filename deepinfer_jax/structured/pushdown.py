@@ -116,7 +116,9 @@ class _Construction:
         """What a node reaches without a byte, calls included: items that can move, and the end of
         the node's own rule if that is reached."""
         if node not in self.reached:
-            nfa, seen, stack = self.nfa, {((), node)}, [((), node)]
+            nfa, first = self.nfa, ((), node)
+            seen: set[Item] = {first}
+            stack: list[Item] = [first]
             while stack:
                 pending, at = stack.pop()
                 fresh = [(pending, target) for target in nfa.empty[at]]
