@@ -104,7 +104,9 @@ OVERHEAD = 48
 """What expanding a weight tile costs beside its products, in rows (measured on an H200)."""
 
 
-def best_rows(tiles_of: Callable[[int], float], most: int = 256, blocks: int = 132) -> int:
+def best_rows(
+    tiles_of: Callable[[int], float], *, most: int = 256, step: int = 8, blocks: int = 132
+) -> int:
     """Rows of a tile for the least time: rounds of the grid times the time of one item.
 
     Args:
@@ -115,7 +117,7 @@ def best_rows(tiles_of: Callable[[int], float], most: int = 256, blocks: int = 1
         items = tiles_of(rows) / blocks
         return (math.ceil(items) if items < 8 else items) * (rows + OVERHEAD)
 
-    return min(range(8, most + 1, 8), key=time)
+    return min(range(step, most + 1, step), key=time)
 
 
 def expected_tiles(mean: float, rows: int) -> float:

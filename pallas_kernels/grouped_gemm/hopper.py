@@ -17,19 +17,21 @@ from pallas_kernels.tiles import Plan, Product
 
 FEW = 24
 """Mean rows of an expert up to which reading weights is the bound: then blocks are taller."""
+SPILL_FREE = 16
+"""Tiles of FP8 arithmetic come in multiples of this: at 216 rows the kernel would spill."""
 KINDS = {"uint8": "fp4", "float8_e4m3fn": "fp8", "bfloat16": "bf16"}
 
 
 @functools.cache
-def plan(rows: int, experts: int, weight_tiles: int) -> Plan:
+def plan(rows: int, experts: int, weight_tiles: int, step: int = 8) -> Plan:
     """Tile shape for `rows` rows spread evenly over `experts` matrices of `weight_tiles` times 64
-    rows."""
+    rows; tiles are multiples of `step`."""
     mean = rows / experts
     groups = 2
     if mean <= FEW:
         groups = 3 if weight_tiles % 3 == 0 else 4 if weight_tiles % 4 == 0 else 2
     items = experts * weight_tiles / groups
-    tile = tiles.best_rows(lambda n: items * tiles.expected_tiles(mean, n))
+    tile = tiles.best_rows(lambda n: items * tiles.expected_tiles(mean, n), step=step)
     return Plan(tile if groups == 2 else min(tile, 64), groups)
 
 
@@ -51,7 +53,7 @@ def _multiply(
     matrix = values[0].size // values.shape[-1]
     rows, k = x.shape
     product = Product(kind, rows, k, matrix, limit, e4m3=e4m3)
-    shape = shape or plan(rows, values.shape[0], matrix // 64)
+    shape = shape or plan(rows, values.shape[0], matrix // 64, SPILL_FREE if e4m3 else 8)
     tiles.check(product, shape, single=False)
     if kind == "fp8" and product.width % 32:
         raise NotImplementedError(f"{product.width} channels do not fill blocks of 32")

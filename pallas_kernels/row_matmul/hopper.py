@@ -25,7 +25,7 @@ def plan(rows: int, channels: int, splits: int) -> Plan:
     """Tile shape for this many rows."""
     items, most = -(-channels // 128) * splits, 256 if splits == 1 else 128
     most = min(most, -(-rows // 8) * 8)
-    return Plan(tiles.best_rows(lambda n: items * -(-rows // n), most))
+    return Plan(tiles.best_rows(lambda n: items * -(-rows // n), most=most))
 
 
 def parts_of_k(channels: int, k: int) -> int:
