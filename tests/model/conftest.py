@@ -2,7 +2,6 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,31 +9,24 @@ import pytest
 import deepinfer_jax as dj
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.runtime.model import Model
-from tests.oracle.checkpoint import plain, read_safetensors
-
-GOLDEN = Path(__file__).parents[1] / "golden"
-TINY = GOLDEN / "v41-tiny"
-
-
-def _read(name: str) -> dict[str, np.ndarray]:
-    return {key: plain(*stored) for key, stored in read_safetensors(GOLDEN / name).items()}
+from tests.golden import values
 
 
 @pytest.fixture(scope="session")
 def golden() -> dict[str, np.ndarray]:
     """Values of an independent PyTorch implementation in float32 (see golden/PROVENANCE.md)."""
-    return _read("v41_tiny.safetensors")
+    return values.independent()
 
 
 @pytest.fixture(scope="session")
 def official() -> dict[str, np.ndarray]:
     """Values of the released code itself."""
-    return _read("v41_tiny_official.safetensors")
+    return values.official()
 
 
 @functools.cache
 def _tiny(numerics: Numerics) -> Model:
-    return dj.load(TINY, numerics=numerics)
+    return dj.load(values.TINY, numerics=numerics)
 
 
 @pytest.fixture(scope="session")

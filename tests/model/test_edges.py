@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.runtime import model as runtime
-from tests.model.conftest import TINY
+from tests.golden.values import TINY
 from tests.model.test_golden import CAPTURE, SHORT
 from tests.oracle import hyper
 from tests.oracle.model import Model
 from tests.oracle.rules import Rules
 
+pytestmark = pytest.mark.long
 EDGES = (1, 2, 3, 4, 127, 128, 129, 256, 257)  # ratio 2, window 128, page 128
 
 

@@ -15,7 +15,7 @@ from deepinfer_jax.model import engram, transformer
 from deepinfer_jax.model.block import Hidden
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import jit
-from tests.model.conftest import TINY
+from tests.golden.values import TINY
 from tests.oracle.model import Model
 from tests.oracle.rules import Rules
 

@@ -11,6 +11,8 @@ from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.setup import Setup
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def released() -> tuple[ModelConfig, transformer.Weights]:
@@ -47,6 +49,7 @@ def test_forward(released, preset):
     assert sorted(found["taps"]) == [37, 38, 39]
 
 
+@pytest.mark.slow
 def test_draft(released):
     cfg, weights = released
     setup = Setup(cfg, numerics=Numerics.preset("reference"))

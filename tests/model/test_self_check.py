@@ -4,8 +4,6 @@ or by independent code (V4.1 report; inference/model.py, engram.py, kernel.py).
 The released census is in converters/test_names.py, the token map in converters/test_token_map.py.
 """
 
-import json
-
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,7 +14,7 @@ from deepinfer_jax import shipped
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model import cache, engram_hash, hyper, quant, rope
 from pallas_kernels import formats
-from tests.model.conftest import GOLDEN
+from tests.golden import values
 from tests.oracle import engram as plain_engram
 from tests.oracle import formats as plain_formats
 from tests.oracle import hyper as plain_hyper
@@ -31,7 +29,7 @@ def released() -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def engram_data() -> dict:
-    return json.loads((GOLDEN / "v41_release_engram.json").read_text())
+    return values.release_engram()
 
 
 def hashed(cfg: ModelConfig, classes: list[int], layer: int) -> np.ndarray:
