@@ -6,7 +6,6 @@ import functools
 import jax
 import numpy as np
 import pytest
-import small_model
 
 from deepinfer_jax import shipped, spec
 from deepinfer_jax.config import Numerics
@@ -15,6 +14,7 @@ from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime import checkpoint
+from tests.runtime import small_model
 
 # Sizes for eight devices, and whether a row's sums run in the order of one device.
 SIZES = {

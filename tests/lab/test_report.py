@@ -10,7 +10,6 @@ import sys
 
 import jax
 import pytest
-import small_model
 from rich.console import Console
 
 from deepinfer_jax import shipped
@@ -20,6 +19,7 @@ from deepinfer_jax.lab.report import LayoutReport, price
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel
 from deepinfer_jax.runtime import priced
+from tests.runtime import small_model
 
 SIZES = {
     "dp": {"data": 8},

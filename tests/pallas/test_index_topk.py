@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import emulate
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -15,6 +14,7 @@ from pallas_kernels.index_topk import IMPLEMENTATIONS, select
 from pallas_kernels.index_topk.reference import scores
 from pallas_kernels.index_topk.shapes import CASES, case
 from pallas_kernels.mla_attention.reference import unpack
+from tests.pallas import emulate
 
 
 def draw(seed, g=2, w=3, h=4, d=32, t=50, dtype=jnp.float32):

@@ -1,6 +1,5 @@
 """mla_attention: the reference against float64, the kernels against the reference."""
 
-import emulate
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +15,7 @@ from pallas_kernels.mla_attention.reference import BLOCK, ROW_TILE, unpack
 from pallas_kernels.mla_attention.shapes import CASES
 from pallas_kernels.mla_attention.shapes import SCALE as SCALES
 from pallas_kernels.mla_attention.shapes import stored as stored_rows
+from tests.pallas import emulate
 
 SCALE = 0.125
 

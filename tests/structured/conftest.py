@@ -1,9 +1,9 @@
 """One small vocabulary, pool and compiled step for all tests of structured output."""
 
 import pytest
-from grammar_walk import EOS, WIDTH, Walker, write_tokenizer
 
 from deepinfer_jax.structured import Vocabulary
+from tests.structured.grammar_walk import EOS, WIDTH, Walker, write_tokenizer
 
 
 @pytest.fixture(scope="session")

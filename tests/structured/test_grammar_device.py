@@ -4,13 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from grammar_walk import EOS, LEVELS, WIDTH, advance, compiled_shapes, mask
 
 from deepinfer_jax import structured
-from deepinfer_jax.structured import ebnf, network
-from deepinfer_jax.structured.errors import Budget
 from deepinfer_jax.structured.pool import CHUNK
-from deepinfer_jax.structured.pushdown import DONE, START, pushdown
+from deepinfer_jax.structured.pushdown import DONE, START
+from tests.structured.grammar_walk import EOS, LEVELS, WIDTH, advance, compiled_shapes, mask
+from tests.structured.simulation import Simulation
 
 JSON = """
 root ::= value
@@ -22,47 +21,6 @@ number ::= "-"? [0-9]+
 XML = 'root ::= "<" [a-c]+ ">" ([^<>]+ | root)* "</" [a-c]+ ">"'
 SEXP = 'root ::= [a-z]+ | "(" root (" " root)* ")"'
 GRAMMARS = {"json": JSON, "xml": XML, "s-expression": SEXP}
-
-
-class Simulation:
-    """A pushdown automaton run byte by byte, with an explicit stack of bounded depth."""
-
-    def __init__(self, text: str, vocabulary, levels: int):
-        self.machine = pushdown(network.build(ebnf.parse(text), Budget(structured.Limits())))
-        self.vocabulary, self.levels = vocabulary, levels
-        self.end = self.machine.action.shape[1] - 1
-
-    def token(self, config, token):
-        """(state, stack) after a token, or None."""
-        symbols = self.machine.byte_class[list(self.vocabulary.texts[token])].tolist()
-        if token in self.vocabulary.eos:
-            symbols = [self.end]
-        if not symbols:
-            return None
-        for symbol in symbols:
-            config = self.move(*config, symbol)
-            if config is None:
-                return None
-        return self.settle(*config)
-
-    def settle(self, state, stack):
-        while stack and self.machine.pure[state]:
-            state = int(self.machine.goto[stack[-1], self.machine.final[state] - 1])
-            stack = stack[:-1]
-        return (state, stack) if len(stack) <= self.levels else None
-
-    def move(self, state, stack, symbol):
-        machine = self.machine
-        while not machine.action[state, symbol]:
-            if not machine.final[state] or not stack:
-                return None
-            state = int(machine.goto[stack[-1], machine.final[state] - 1])
-            stack = stack[:-1]
-        stack = stack + machine.pushes[machine.push[state, symbol]]
-        return int(machine.action[state, symbol]), stack
-
-    def mask(self, config):
-        return np.array([self.token(config, t) is not None for t in range(WIDTH)])
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

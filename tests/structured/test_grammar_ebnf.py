@@ -1,13 +1,13 @@
 """EBNF: the dialect, its errors, and recursion without a host."""
 
 import pytest
-from grammar_walk import read_cases
 
 from deepinfer_jax.structured import EbnfError, GrammarError, Limits, ebnf, network
 from deepinfer_jax.structured.dfa import determinise
 from deepinfer_jax.structured.errors import Budget, TierError
 from deepinfer_jax.structured.nfa import ENTRY
 from deepinfer_jax.structured.pushdown import pushdown
+from tests.structured.grammar_walk import read_cases
 
 CASES = read_cases("ebnf.json")
 RECURSIVE = {"arithmetic", "json", "left-recursion", "xml-like", "balanced"}

@@ -6,11 +6,11 @@ import threading
 
 import numpy as np
 import pytest
-from grammar_walk import ADDED, EOS, WIDTH, advance, mask, write_tokenizer
 
 from deepinfer_jax import structured
 from deepinfer_jax.structured import GrammarError, Limits, Vocabulary, compiler, ebnf, host
 from deepinfer_jax.structured.grammar import Grammar
+from tests.structured.grammar_walk import ADDED, EOS, WIDTH, advance, mask, write_tokenizer
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ import random
 from collections import Counter
 
 import numpy as np
-from grammar_walk import LEVELS, advance, mask
-from test_grammar_device import Simulation
 
 from deepinfer_jax.structured import Limits, network
 from deepinfer_jax.structured.dfa import determinise
@@ -25,6 +23,8 @@ from deepinfer_jax.structured.nfa import (
     Tree,
 )
 from deepinfer_jax.structured.pushdown import DONE, START, pushdown
+from tests.structured.grammar_walk import LEVELS, advance, mask
+from tests.structured.simulation import Simulation
 
 
 def random_tree(rnd: random.Random, names: list[str], depth: int) -> Tree:

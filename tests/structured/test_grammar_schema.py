@@ -4,10 +4,10 @@ import json
 
 import jsonschema
 import pytest
-from grammar_walk import CASES as FOLDER
-from grammar_walk import layouts, read_cases
 
 from deepinfer_jax.structured import GrammarError, SchemaError
+from tests.structured.grammar_walk import CASES as FOLDER
+from tests.structured.grammar_walk import layouts, read_cases
 
 CASES = read_cases("schemas_authored.json")
 THIRD_PARTY = FOLDER / "schemas_jsts_mit.json"  # never committed
