@@ -14,7 +14,7 @@ from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime import checkpoint
-from tests.runtime import small_model
+from tests.lab import small_model
 
 # Sizes for eight devices, and whether a row's sums run in the order of one device.
 SIZES = {

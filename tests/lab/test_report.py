@@ -19,7 +19,7 @@ from deepinfer_jax.lab.report import LayoutReport, price
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel
 from deepinfer_jax.runtime import priced
-from tests.runtime import small_model
+from tests.lab import small_model
 
 SIZES = {
     "dp": {"data": 8},
