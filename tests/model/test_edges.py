@@ -118,18 +118,7 @@ def test_the_golden_data_would_show_these_mistakes(golden, monkeypatch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "compute",
-    [
-        "bfloat16",
-        pytest.param(
-            "float32",
-            marks=pytest.mark.xfail(
-                strict=True, reason="open: float32 bits still depend on the padded length"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_invariant_rows(compute, tmp_path):
     """With `invariant` a row's bits depend neither on the batch nor on the padded length."""
     import deepinfer_jax as dj
