@@ -68,6 +68,17 @@ def examine(path: str | Path) -> Checked:
     return Checked(source, cfg, config, stored, table, found)
 
 
+def rounded(used: Mapping[str, recipes.Recipe]) -> str | None:
+    """A warning, if tensors are stored wider than the tree keeps them; None if nothing is lost."""
+    names = [name for name, recipe in used.items() if recipes.rounds(recipe)]
+    if not names:
+        return None
+    return (
+        f"{len(names)} tensor(s) stored as F32 or F16 are rounded to bfloat16, as the release has "
+        f"them: {', '.join(census.fold(names))}"
+    )
+
+
 def with_storage(
     config: Mapping[str, Any], cfg: ModelConfig, needed: Mapping[str, str]
 ) -> dict[str, Any]:
@@ -149,6 +160,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         else:
             checked = examine(path)
             table, found = checked.table, list(deep(checked)) if options.deep else []
+            if warning := rounded(checked.recipes):
+                print(f"warning: {warning}", file=sys.stderr)
     except CheckpointError as error:
         table, found = None, list(error.problems)
     for line in found:

@@ -18,7 +18,6 @@ import numpy as np
 import tensorstore as ts
 
 from converters import names, store
-from converters import safetensors_io as st
 from converters.grid import Grid, Region
 from converters.shards import ShardReader
 from converters.source import CheckpointError
@@ -63,8 +62,11 @@ class Converted:
             where = self.path / WEIGHTS / store.folder_name(path)
             raise CheckpointError([f"{where}: {error}"]) from error
 
-    def slices(self, entry: names.Entry, limit: int) -> Iterator[np.ndarray]:
-        """A tensor in row slices of at most `limit` bytes; what is read is what is returned."""
+    def slices(self, entry: names.Entry, limit: int, start: int = 0) -> Iterator[np.ndarray]:
+        """A tensor from byte `start` (of a row) on, in row slices of at most `limit` bytes.
+
+        What is read is what is returned; the slices share a buffer, so use each before the next.
+        """
         leaf, param = self.leaf(entry.leaf), self.table.params[entry.leaf]
         layout = leaf.chunk_layout
         cut = Grid(param.shape, layout.write_chunk.shape, layout.read_chunk.shape)
@@ -73,13 +75,16 @@ class Converted:
         number = [i // size for i, size in zip(entry.index, cut.shard, strict=False)]
         at = tuple(i % size for i, size in zip(entry.index, cut.shard, strict=False))
         folder = self.path / WEIGHTS / store.folder_name(entry.leaf) / "c"
-        for first in range(0, entry.shape[0], cut.shard[stack]):
-            numbers = [*number, first // cut.shard[stack], *[0] * (len(entry.shape) - 1)]
-            rows = min(cut.shard[stack], entry.shape[0] - first)
+        tall, skipped = cut.shard[stack], start // row_bytes
+        most = min(tall, max(1, limit // row_bytes), entry.shape[0])
+        buffer = np.empty((most, *entry.shape[1:]), param.dtype)
+        for first in range(skipped - skipped % tall, entry.shape[0], tall):
+            numbers = [*number, first // tall, *[0] * (len(entry.shape) - 1)]
+            rows = min(tall, entry.shape[0] - first)
             try:
                 with ShardReader(folder.joinpath(*map(str, numbers)), cut, itemsize) as shard:
-                    for begin, end in st.row_slices(rows, row_bytes, limit):
-                        out = np.empty((end - begin, *entry.shape[1:]), param.dtype)
+                    for begin in range(max(0, skipped - first), rows, most):
+                        out = buffer[: min(most, rows - begin)]
                         shard.fill(at, begin, out)
                         yield out
             except OSError as error:

@@ -20,23 +20,22 @@ import math
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from converters import plan, store
+from converters import check, plan, store
 from converters import safetensors_io as st
-from converters.check import examine
 from converters.converted import FORMAT, FORMAT_VERSION, MANIFEST, SOURCE, TOKEN_MAP, WEIGHTS
-from converters.progress import Progress
+from converters.progress import Progress, reported
 from converters.recipes import Copy, raw
 from converters.shards import ShardWriter
-from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, Source, resolve
-from converters.target import Target, refuse_nesting
+from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, LossWarning, Source, resolve
+from converters.target import COMMIT_BYTES, Committer, Target, Written, refuse_nesting
 from converters.token_map import token_map
 from converters.workers import Workers, default
 
@@ -44,7 +43,6 @@ MIB = 2**20
 SHARD_BYTES = 64 * MIB
 BLOCK_BYTES = MIB  # about a processor's second-level cache
 COPIES = 4  # of a worker's block: read, converted, cut into chunks, one to spare
-COMMIT_BYTES = 256 * MIB
 
 
 def convert(
@@ -72,13 +70,17 @@ def convert(
         raise CheckpointError([f"memory = {memory} bytes for workers = {workers} is too little"])
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
-    checked = examine(source)
+    checked = check.examine(source)
     job = plan.job(checked, target, text_only, only)
+    if rounded := check.rounded(job.recipes):
+        warnings.warn(rounded, LossWarning, stacklevel=2)
     classes = _classes(checked.source, job)
     identity = checked.source.identity()
+    times = checked.source.times()
     basis = {
         "format": [FORMAT, FORMAT_VERSION],
         "source": identity,
+        "times of the source's files": times,
         "options": job.options,
     }
     folder = Target(destination, basis, restart)
@@ -87,6 +89,8 @@ def convert(
         folder.require_space(work.remaining)
         with Progress("convert", job.table.nbytes, work.finished, quiet=quiet) as progress:
             digests = work.run(progress)
+        if checked.source.times() != times:
+            raise CheckpointError([f"{source}: its files changed while they were converted"])
         _copy_files(checked.source, job, folder.path, classes)
         store.write_metadata(folder.path / WEIGHTS, job.table.params)
         manifest = {
@@ -98,7 +102,7 @@ def convert(
             "tensors": {name: digests[name] for name in job.table.by_name},
         }
         return folder.finish(json.dumps(manifest, indent=1).encode() + b"\n", MANIFEST)
-    except OSError as error:
+    except (OSError, st.FormatError) as error:
         raise CheckpointError([f"{folder.path}: {error}; run again to resume"]) from error
     finally:
         folder.close()
@@ -155,8 +159,6 @@ class _Conversion:
             for record in target.done.values()
             for name, digest in record["sha256"].items()
         }
-        self._landed: list[tuple[str, Path, Mapping[str, Any]]] = []
-        self._landed_bytes = 0
         self._lock = threading.Lock()
         pieces = [piece for chain in self._chains for piece in chain.pieces]
         sizes = {piece.key: plan.nbytes(job.table.params, piece) for piece in pieces}
@@ -175,14 +177,11 @@ class _Conversion:
     def run(self, progress: Progress) -> dict[str, str]:
         """Write what is left; sha256 of every tensor by name."""
         self._progress = progress
-        with ThreadPoolExecutor(1, "commit") as self._committer:
-            self._commit: Future[None] = self._committer.submit(lambda: None)
-            waiting = [chain for chain in self._chains if not self._is_settled(chain)]
-            for leaf, cut in {chain.leaf: chain.cut for chain in waiting}.items():
-                store.create(self._weights, leaf, self._job.table.params[leaf], cut)
+        waiting = [chain for chain in self._chains if not self._is_settled(chain)]
+        for leaf, cut in {chain.leaf: chain.cut for chain in waiting}.items():
+            store.create(self._weights, leaf, self._job.table.params[leaf], cut)
+        with Committer(self._target, COMMIT_BYTES) as self._committer:
             self._workers.run(self._write_chain, waiting)
-            self._flush()
-            self._commit.result()
         return self._digests
 
     def _write_chain(self, chain: plan.Chain) -> None:
@@ -226,24 +225,17 @@ class _Conversion:
             yield begin, block
 
     def _land(self, piece: plan.Piece, file: Path, digests: Mapping[str, str]) -> None:
-        """Queue a finished piece for the journal."""
+        """Take the digests of a finished piece, and queue it for the journal if it is new."""
         with self._lock:
             self._digests |= digests
-            if piece.key not in self._target.done:
-                self._landed.append((piece.key, file, {"sha256": digests}))
-                self._landed_bytes += plan.nbytes(self._job.table.params, piece)
-            if self._landed_bytes >= COMMIT_BYTES:
-                self._flush()
-
-    def _flush(self) -> None:
-        """Make what has landed durable in the background, one batch at a time."""
-        self._commit.result()
-        self._commit = self._committer.submit(self._target.commit, self._landed)
-        self._landed, self._landed_bytes = [], 0
+        if piece.key not in self._target.done:
+            size = file.stat().st_size
+            facts = {"sha256": digests}
+            self._committer.add(Written(piece.key, file, size, whole=True, facts=facts), size)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0: converted, 2: refused or failed, one line a finding on stderr."""
+    """The command line; 0: converted, 2: refused or failed, 130: interrupted (`reported`)."""
     parser = argparse.ArgumentParser(prog="python -m converters.from_hf", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("source", help="checkpoint folder, or a Hugging Face Hub id")
@@ -257,8 +249,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
-    try:
-        done = convert(
+    return reported(
+        lambda: convert(
             resolve(options.source, options.revision),
             options.destination,
             memory=options.memory * MIB,
@@ -269,12 +261,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             restart=options.restart,
             quiet=options.quiet,
         )
-    except CheckpointError as error:
-        for line in error.problems:
-            print(line, file=sys.stderr)
-        return 2
-    print(done)
-    return 0
+    )
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import numpy as np
 from deepinfer_jax import spec
 
 CHUNK_BYTES = 2**20
-SMALL_BYTES = 2**15  # a chunk is not cut below this
+SMALL_BYTES = 2**9  # a chunk is not cut below this: its place in the index costs 16 bytes
 WAYS = (8, 4, 2)
 
 

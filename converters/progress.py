@@ -1,8 +1,13 @@
-"""Progress of a long copy: a bar with bytes/s and time left on a terminal, lines elsewhere."""
+"""What a conversion tells its user: progress, one-line failures, and how to go on.
+
+A bar with bytes/s and time left on a terminal, plain lines elsewhere.
+"""
 
 import sys
 import threading
 import time
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 from rich.console import Console
@@ -14,6 +19,8 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 from rich.progress import Progress as Bar
+
+from converters.source import CheckpointError, LossWarning
 
 LINE_SECONDS = 10.0
 
@@ -84,3 +91,27 @@ class Progress:
             f"{rate / 1e6:.0f} MB/s{left} ({item})\n"
         )
         self._stream.flush()
+
+
+def reported(work: Callable[[], object]) -> int:
+    """Run a command and print what it returns; its exit code, with warnings and failures as lines.
+
+    0: done. 2: `CheckpointError`, one line a finding on stderr. 130: interrupted from the keyboard.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", LossWarning)
+        warnings.showwarning = _one_line
+        try:
+            print(work())
+        except CheckpointError as error:
+            for line in error.problems:
+                print(line, file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("interrupted; run the same command again to resume", file=sys.stderr)
+            return 130
+    return 0
+
+
+def _one_line(message: Warning | str, *_: object) -> None:
+    print(f"warning: {message}", file=sys.stderr)

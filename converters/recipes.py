@@ -67,9 +67,10 @@ class Exponents:
 
 @dataclasses.dataclass(frozen=True)
 class Cast:
-    """Floats of another width: widened exactly, or rounded to the nearest bfloat16."""
+    """Floats of another width: widened exactly to float32, or rounded to the nearest bfloat16."""
 
     stored: Stored
+    dtype: str
 
     def fill(self, reader: st.Reader, begin: int, end: int, out: np.ndarray) -> None:
         out[...] = load(reader, self.stored, begin, end).astype(out.dtype)
@@ -95,6 +96,11 @@ class Dequantise:
         spread = np.repeat(scales.astype(np.float32), wide, axis=1)[:, : out.shape[1]]
         rows = np.arange(begin, end) // tall - first
         out[...] = (values.astype(np.float32) * spread[rows]).astype(out.dtype)
+
+
+def rounds(recipe: Recipe) -> bool:
+    """Whether a recipe may lose bits of what is stored."""
+    return isinstance(recipe, Cast) and recipe.dtype == "BF16" and recipe.stored.dtype != "BF16"
 
 
 def raw(array: np.ndarray) -> memoryview:
@@ -154,7 +160,7 @@ def _direct(entry: Entry, have: Stored) -> Recipe | None:
     if entry.dtype == "F8_E8M0" and have.dtype in ("U8", *WIDE):
         return _scales(have)
     if entry.dtype in ("BF16", "F32") and have.dtype in WIDE:
-        return Cast(have)
+        return Cast(have, entry.dtype)
     return None
 
 

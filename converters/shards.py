@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from converters import safetensors_io as st
 from converters.grid import Grid
 
 ABSENT = 2**64 - 1  # offset and size of a chunk that lies outside the leaf
@@ -128,6 +129,7 @@ class ShardReader(_Shard):
                 if count == 0:
                     raise OSError(f"{self._file}: ended inside a chunk")
                 start, rest = start + count, rest[count:]
+            st.read_ahead(self._descriptor, start, whole.nbytes)
             if whole is not piece:
                 piece[...] = whole
 

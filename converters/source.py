@@ -37,6 +37,10 @@ class CheckpointError(ValueError):
         super().__init__("\n".join(self.problems))
 
 
+class LossWarning(UserWarning):
+    """Something of a checkpoint is kept less exactly than it was stored."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
     """An opened checkpoint: `tensors` by name, `headers` by file name, the config and its bytes."""
@@ -72,6 +76,10 @@ class Source:
                 for name, header in sorted(self.headers.items())
             },
         }
+
+    def times(self) -> dict[str, int]:
+        """When each shard was last written, ns; a change means other bytes under one identity."""
+        return {name: header.file.stat().st_mtime_ns for name, header in self.headers.items()}
 
 
 def resolve(path_or_id: str | Path, revision: str | None = None) -> Path:

@@ -1,10 +1,11 @@
 """An output folder that is absent, visibly unfinished and resumable, or complete: nothing between.
 
 Work happens in `NAME.partial` beside the target; the last step renames it, so `NAME` never exists
-half written. Inside the partial folder a journal lists the pieces that are safely on disk: a piece
-is journalled only after its file was fsynced, so after a kill or a power cut the next run skips
-exactly what the journal names and writes the rest again. The journal's first line is what the work
-depends on (source and options); another source is refused, not mixed in.
+half written. Inside the partial folder a journal lists the files, or beginnings of files, that are
+safely on disk: a line is written only after its file was fsynced, and believed only if the file
+still has its size, so after a kill or a power cut the next run skips exactly what is there and
+writes the rest again. The journal's first line is what the work depends on (source and options);
+another source is refused, not mixed in.
 
 A lock (flock, released by the kernel when the process dies) keeps a second converter out, and the
 free space is compared with what is still to be written before the first byte.
@@ -15,9 +16,11 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Iterable, Mapping
+import types
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from converters.converted import PARTIAL
 from converters.source import CheckpointError
@@ -26,6 +29,18 @@ JOURNAL = "journal.jsonl"
 LOCK = "lock"
 SPARE_BYTES = 16 * 2**20
 MANY = 32  # files from which one sync of everything is cheaper than an fsync of each
+COMMIT_BYTES = 256 * 2**20
+
+
+class Written(NamedTuple):
+    """What was written and can be journalled: the first `nbytes` of a file, which is `whole` or
+    will grow; `facts` are kept with it."""
+
+    key: str
+    file: Path
+    nbytes: int
+    whole: bool
+    facts: Mapping[str, Any] = types.MappingProxyType({})
 
 
 class Target:
@@ -97,22 +112,36 @@ class Target:
                 keys = [k for k in {**found, **basis} if found.get(k) != basis.get(k)]
                 raise CheckpointError(
                     [
-                        f"{self.path}: left by a conversion with another {', '.join(keys)}; "
+                        f"{self.path}: left by a conversion with other {', '.join(keys)}; "
                         "finish that one, or start anew with --restart"
                     ]
                 )
         if whole < len(written):
             os.truncate(file, whole)
-        self._journal = file.open("a", encoding="utf-8")
+        self._journal = file.open("ab", buffering=0)
         if not lines:
-            self._journal.write(json.dumps(basis) + "\n")
-            self._sync_journal()
-        records = map(json.loads, lines[1:])
-        return {record.pop("piece"): record for record in records}
+            self._append([basis])
+        records = [json.loads(line) for line in lines[1:]]
+        latest = {record.pop("piece"): record for record in records}
+        return {key: record for key, record in latest.items() if self._is_there(record)}
 
-    def _sync_journal(self) -> None:
-        self._journal.flush()
-        os.fsync(self._journal.fileno())
+    def _is_there(self, record: Mapping[str, Any]) -> bool:
+        """Whether a journalled file still has its size (or more, if it was growing)."""
+        file = self.path / record["file"]
+        size = file.stat().st_size if file.is_file() else -1
+        return size == record["bytes"] or (not record["whole"] and size > record["bytes"])
+
+    def _append(self, records: Sequence[Any]) -> None:
+        """Whole lines, or none: what a full disk cut short is taken back."""
+        data = memoryview("".join(json.dumps(record) + "\n" for record in records).encode())
+        start = os.fstat(self._journal.fileno()).st_size
+        try:
+            while data:
+                data = data[self._journal.write(data) :]
+            os.fsync(self._journal.fileno())
+        except OSError:
+            self._journal.truncate(start)
+            raise
 
     def require_space(self, remaining: int) -> None:
         """Refuse before writing if `remaining` bytes (and a little) do not fit."""
@@ -127,18 +156,25 @@ class Target:
                 ]
             )
 
-    def commit(self, pieces: Iterable[tuple[str, Path, Mapping[str, Any]]]) -> None:
-        """Make pieces (key, file, record) durable, then journal them; from any thread."""
-        pieces = list(pieces)
-        if len(pieces) > MANY:
+    def commit(self, written: Sequence[Written]) -> None:
+        """Make files durable, then journal them; from any thread."""
+        if len(written) > MANY:
             os.sync()
         else:
-            for _, file, _ in pieces:
+            for file in {item.file for item in written}:
                 sync(file)
+        records = [
+            {
+                "piece": item.key,
+                "file": str(item.file.relative_to(self.path)),
+                "bytes": item.nbytes,
+                "whole": item.whole,
+                **item.facts,
+            }
+            for item in written
+        ]
         with self._writing:
-            for key, _, record in pieces:
-                self._journal.write(json.dumps({"piece": key, **record}) + "\n")
-            self._sync_journal()
+            self._append(records)
 
     def finish(self, last: bytes, name: str) -> Path:
         """Write the last file, make everything durable, and give the folder its real name."""
@@ -160,6 +196,49 @@ class Target:
         if self.path.is_dir() and all(item.name == LOCK for item in self.path.iterdir()):
             shutil.rmtree(self.path)
         self._lock.close()
+
+
+class Committer:
+    """Commits what workers have written in the background, a batch of some size at a time.
+
+    As a context manager: on the way out all that was written is committed, also when the work was
+    interrupted or failed, so that the next run starts from there.
+    """
+
+    def __init__(self, target: Target, batch_bytes: int):
+        self._target, self._batch_bytes = target, batch_bytes
+        self._waiting: list[Written] = []
+        self._waiting_bytes = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "Committer":
+        self._pool = ThreadPoolExecutor(1, "commit")
+        self._last: Future[None] = self._pool.submit(lambda: None)
+        return self
+
+    def __exit__(self, kind: type | None, *_: object) -> None:
+        try:
+            self._flush()
+            self._last.result()
+        except OSError:
+            if kind is None:
+                raise  # else the first failure is the one to tell, most likely of the same disk
+        finally:
+            self._pool.shutdown()
+
+    def add(self, written: Written, nbytes: int) -> None:
+        """Queue what was written, `nbytes` since the last time; raises what a commit raised."""
+        with self._lock:
+            self._waiting.append(written)
+            self._waiting_bytes += nbytes
+            if self._waiting_bytes >= self._batch_bytes:
+                self._flush()
+
+    def _flush(self) -> None:
+        """One batch at a time: a disk that cannot keep up holds the workers back."""
+        self._last.result()
+        self._last = self._pool.submit(self._target.commit, self._waiting)
+        self._waiting, self._waiting_bytes = [], 0
 
 
 def sync(path: Path) -> None:

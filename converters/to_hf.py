@@ -5,7 +5,9 @@ with the same headers, and every tensor's bytes are checked against the sha256 t
 computed on the way in: the files come out equal to the source's, byte for byte. A conversion that
 left something out (text only, a slice) is written under the same official names in new shards.
 
-Streamed by tensor and by row slice, resumed by shard, and finished by one rename, like `from_hf`.
+Streamed by tensor and by row slice, and finished by one rename, like `from_hf`. A killed run goes
+on inside each file, after the bytes that its journal says are durable; of a tensor cut in two, what
+the file already has is read again for the digest, which so covers what was written before the kill.
 """
 
 import argparse
@@ -13,19 +15,20 @@ import collections
 import dataclasses
 import hashlib
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from io import RawIOBase
 from pathlib import Path
-from typing import Any
 
 from converters import safetensors_io as st
 from converters.converted import SOURCE, Converted, open_converted
 from converters.names import Entry
-from converters.progress import Progress
+from converters.progress import Progress, reported
 from converters.recipes import raw
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError
-from converters.target import Target, refuse_nesting
+from converters.target import COMMIT_BYTES, Committer, Target, Written, refuse_nesting
 from converters.workers import Workers, default
 
 MIB = 2**20
@@ -67,21 +70,20 @@ def convert(
     shards = list(plan(opened))
     pool = Workers(default() if workers is None else workers)
     limit = min(SLICE_BYTES, memory // (COPIES * pool.count))
-    basis = {key: opened.manifest[key] for key in ("source", "options")} | {"direction": "to_hf"}
-    target = Target(destination, basis, restart)
+    basis = {key: opened.manifest[key] for key in ("source", "options", "tensors")}
+    target = Target(destination, basis | {"direction": "to_hf"}, restart)
     try:
-        todo = [shard for shard in shards if shard.name not in target.done]
-        remaining = sum(shard.nbytes for shard in todo)
-        target.require_space(remaining)
-        total = sum(shard.nbytes for shard in shards)
-        with Progress("write", total, total - remaining, quiet=quiet) as progress:
-
-            def write(shard: Shard) -> None:
-                file = target.path / shard.name
-                st.write(file, shard.header, _data(opened, shard, limit, pool, progress))
-                target.commit([(shard.name, file, {})])
-
-            pool.run(write, todo)
+        durable = {name: record["bytes"] for name, record in target.done.items()}
+        whole = {name for name, record in target.done.items() if record["whole"]}
+        todo = [shard for shard in shards if shard.name not in whole]
+        total, done = sum(shard.nbytes for shard in shards), sum(durable.values())
+        target.require_space(total - done)
+        with (
+            Progress("write", total, done, quiet=quiet) as progress,
+            Committer(target, COMMIT_BYTES) as committer,
+        ):
+            work = _Writing(opened, target.path, limit, pool, committer, progress)
+            pool.run(lambda shard: work.write(shard, durable.get(shard.name, 0)), todo)
         for name in TOKENIZER_FILES:
             if (source / name).is_file():
                 shutil.copyfile(source / name, target.path / name)
@@ -92,7 +94,7 @@ def convert(
         placed = {entry.name: shard.name for shard in shards for entry in shard.entries}
         index = {"metadata": {"total_size": opened.table.nbytes}, "weight_map": placed}
         return target.finish(json.dumps(index, indent=2).encode() + b"\n", INDEX)
-    except OSError as error:
+    except (OSError, st.FormatError) as error:
         raise CheckpointError([f"{target.path}: {error}; run again to resume"]) from error
     finally:
         target.close()
@@ -131,26 +133,80 @@ def plan(opened: Converted) -> Iterator[Shard]:
         yield Shard(name, st.header_bytes(spelled, {"format": "pt"}), tuple(group))
 
 
-def _data(
-    opened: Converted, shard: Shard, limit: int, pool: Workers, progress: Progress
-) -> Iterator[Any]:
-    """The bytes of a shard's tensors, in slices, each tensor checked as it ends."""
-    for entry in shard.entries:
-        hasher = hashlib.sha256()
-        for rows in opened.slices(entry, limit):
-            pool.check()
-            data = raw(rows)
-            hasher.update(data)
+@dataclasses.dataclass(frozen=True)
+class _Writing:
+    """Writes shards, each from the byte on that is not durable yet."""
+
+    opened: Converted
+    folder: Path
+    limit: int
+    pool: Workers
+    committer: Committer
+    progress: Progress
+
+    def write(self, shard: Shard, start: int) -> None:
+        """Write a shard from byte `start` on; 0, or where an earlier run was after some slice."""
+        path = self.folder / shard.name
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        position = committed = start
+        try:
+            with open(descriptor, "r+b", buffering=0) as file:
+                file.truncate(start)
+                file.seek(start)
+                for data in self._data(shard, file, start):
+                    if position - committed >= COMMIT_BYTES:
+                        self._commit(path, position, position - committed)
+                        committed = position
+                    position += _write(file, data)
+            st.read_header(path)  # what the header declares and what followed it must agree
+        except BaseException:
+            self._commit(path, position, position - committed)
+            raise
+        self._commit(path, position, position - committed, whole=True)
+
+    def _commit(self, path: Path, position: int, more: int, whole: bool = False) -> None:
+        """whole: also compared with the digests, to the last tensor."""
+        self.committer.add(Written(path.name, path, position, whole), more)
+
+    def _data(self, shard: Shard, file: RawIOBase, start: int) -> Iterator[bytes | memoryview]:
+        """The bytes from `start` on, in slices, the digest of each tensor compared at its end."""
+        if not start:
+            yield shard.header
+        end = len(shard.header)
+        for entry in shard.entries:
+            begin, end = end, end + entry.nbytes
+            if end < start:
+                continue  # if it ends right there, its digest may not have been compared yet
+            hasher = hashlib.sha256()
+            for data in self._there(file, begin, start):
+                hasher.update(data)
+            for rows in self.opened.slices(entry, self.limit, max(0, start - begin)):
+                self.pool.check()
+                hasher.update(raw(rows))
+                yield raw(rows)
+                self.progress.advance(rows.nbytes, entry.name)
+            if hasher.hexdigest() != self.opened.manifest["tensors"][entry.name]:
+                where = f"{self.opened.path}: {entry.name}"
+                raise CheckpointError([f"{where}: its bytes are not those that were converted"])
+
+    def _there(self, file: RawIOBase, begin: int, start: int) -> Iterator[bytes]:
+        """What the file already has of a tensor that begins at `begin`, up to byte `start`."""
+        for at in range(begin, start, self.limit):
+            self.pool.check()
+            data = os.pread(file.fileno(), min(self.limit, start - at), at)
             yield data
-            progress.advance(len(data), entry.name)
-        if hasher.hexdigest() != opened.manifest["tensors"][entry.name]:
-            raise CheckpointError(
-                [f"{opened.path}: {entry.name}: its bytes are not those that were converted"]
-            )
+
+
+def _write(file: RawIOBase, data: bytes | memoryview) -> int:
+    """All of it; the number of bytes."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[file.write(rest) or 0 :]
+    return len(data)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0: written, 2: refused or failed, one line a finding on stderr."""
+    """The command line; 0: written, 2: refused or failed, 130: interrupted (`reported`)."""
     parser = argparse.ArgumentParser(prog="python -m converters.to_hf", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("source", help="converted folder")
@@ -160,8 +216,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--restart", action="store_true", help="discard an interrupted run")
     parser.add_argument("--quiet", action="store_true", help="no progress")
     options = parser.parse_args(arguments)
-    try:
-        done = convert(
+    return reported(
+        lambda: convert(
             options.source,
             options.destination,
             memory=options.memory * MIB,
@@ -169,12 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             restart=options.restart,
             quiet=options.quiet,
         )
-    except CheckpointError as error:
-        for line in error.problems:
-            print(line, file=sys.stderr)
-        return 2
-    print(done)
-    return 0
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,12 @@ def converted(checkpoint, tmp_path_factory) -> Path:
     return from_hf.convert(checkpoint, tmp_path_factory.mktemp("out") / "model", quiet=True)
 
 
+@pytest.fixture(scope="session")
+def converted_folder(converted) -> Path:
+    """The fixture `converted`, under a name that the module of that name does not hide."""
+    return converted
+
+
 @pytest.fixture
 def broken(checkpoint, tmp_path) -> Path:
     """A copy to break."""

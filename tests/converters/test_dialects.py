@@ -11,7 +11,7 @@ import pytest
 from converters import check, dialects, from_hf, to_hf
 from converters import safetensors_io as st
 from converters.recipes import Exponents
-from converters.source import CheckpointError
+from converters.source import CheckpointError, LossWarning
 from deepinfer_jax import spec
 from deepinfer_jax.runtime import checkpoint as checkpoints
 
@@ -306,6 +306,33 @@ def test_draft_heads_of_any_width(dtype, other, native, rewrite):
         assert same_tree(got, native)
     else:
         assert got["draft/confidence"] == native["draft/confidence"]
+
+
+def test_rounding_is_announced(other, rewrite, tmp_path, capsys):
+    """F32 where the release has bfloat16 loses bits: said when checked and when converted."""
+
+    def change(name, tensor):
+        if not name.endswith("attn_norm.weight"):
+            return {name: tensor}
+        data = tensor["data"].view(ml_dtypes.bfloat16).astype(np.float32)
+        return {name: {**tensor, "dtype": "F32", "data": data.view(np.uint8)}}
+
+    rewrite(other, change)
+    said = (
+        r"tensor\(s\) stored as F32 or F16 are rounded to bfloat16.*layers.{0-4}.attn_norm.weight"
+    )
+    with pytest.warns(LossWarning, match=said):
+        from_hf.convert(other, tmp_path / "out", quiet=True)
+    assert from_hf.main([str(other), str(tmp_path / "again"), "--quiet"]) == 0
+    assert check.main([str(other)]) == 0
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 2 and all(re.match(f"warning: .*{said}", line) for line in lines)
+
+
+def test_exact_conversions_announce_nothing(other, rewrite, capsys):
+    rewrite(other, scales_as("F32"))
+    assert check.main([str(other)]) == 0
+    assert capsys.readouterr().err == ""
 
 
 FOREIGN = {

@@ -1,6 +1,5 @@
 """Killed, out of disk, two at once: absent, unfinished and resumable, or complete; nothing else."""
 
-import filecmp
 import multiprocessing
 import os
 import random
@@ -9,22 +8,16 @@ import signal
 import subprocess
 import time
 from collections import namedtuple
-from pathlib import Path
 
 import pytest
 
-from converters import check, converted, from_hf, to_hf
+from converters import check, from_hf, to_hf
 from converters.source import CheckpointError
 from deepinfer_jax.runtime import checkpoint as checkpoints
+from tests.converters.trees import same_tree
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["converters.from_hf", "converters.to_hf"])
-
-
-def same_tree(a: Path, b: Path) -> bool:
-    files = sorted(str(f.relative_to(a)) for f in a.rglob("*") if f.is_file())
-    assert files == sorted(str(f.relative_to(b)) for f in b.rglob("*") if f.is_file())
-    return filecmp.cmpfiles(a, b, files, shallow=False)[1:] == ([], [])
 
 
 def start(convert, *args) -> multiprocessing.Process:
@@ -72,85 +65,6 @@ def test_killed_at_random_moments(chains, direction, checkpoint, converted_folde
         assert not partial.exists()
         shutil.rmtree(target)
     assert unfinished >= chains, (unfinished, complete)
-
-
-@pytest.fixture(scope="session")
-def converted_folder(converted) -> Path:
-    """The fixture `converted`, under a name that the module of that name does not hide."""
-    return converted
-
-
-def test_resuming_writes_only_what_is_left(checkpoint, tmp_path, monkeypatch):
-    """Pieces in the journal are not written again; a torn last line is."""
-    target = tmp_path / "out"
-    journal = tmp_path / "out.partial" / "journal.jsonl"
-
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(from_hf, "COMMIT_BYTES", 2**18)
-    with monkeypatch.context() as patch:
-        patch.setattr(from_hf.store, "write_metadata", stop)
-        with pytest.raises(KeyboardInterrupt):
-            from_hf.convert(checkpoint, target, quiet=True)
-    lines = journal.read_text().splitlines(keepends=True)
-    kept = len(lines) // 2
-    journal.write_text("".join(lines[:kept]) + lines[kept][:20])
-    written = []
-    create = from_hf.store.create
-
-    def spy(folder, path, *args):
-        written.append(path)
-        return create(folder, path, *args)
-
-    monkeypatch.setattr(from_hf.store, "create", spy)
-    from_hf.convert(checkpoint, target, quiet=True)
-    assert len(written) == len(lines) - kept
-    assert not list(converted_problems(target))
-
-
-def converted_problems(path: Path):
-    return check.verify(converted.open_converted(path))
-
-
-def test_another_source_or_option_is_not_mixed_in(checkpoint, tmp_path, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(from_hf.store, "write_metadata", stop)
-        with pytest.raises(KeyboardInterrupt):
-            from_hf.convert(checkpoint, tmp_path / "out", quiet=True)
-    with pytest.raises(CheckpointError, match="left by a conversion with another options"):
-        from_hf.convert(checkpoint, tmp_path / "out", text_only=True, quiet=True)
-    out = from_hf.convert(checkpoint, tmp_path / "out", text_only=True, restart=True, quiet=True)
-    assert not list(converted_problems(out))
-
-
-def test_a_table_cut_in_the_middle_resumes_its_digest(checkpoint, tmp_path, monkeypatch):
-    """A tensor of several pieces: the rows already written are hashed again, not written again."""
-    target = tmp_path / "out"
-    monkeypatch.setattr(from_hf, "SHARD_BYTES", 2**12)
-    monkeypatch.setattr(from_hf, "COMMIT_BYTES", 1)
-    wanted = from_hf.convert(checkpoint, tmp_path / "wanted", quiet=True)
-    land = from_hf._Conversion._land
-    seen, stopped = [], []
-
-    def stop_inside_a_table(self, piece, *args):
-        land(self, piece, *args)
-        seen.append(piece)
-        if sum(piece.leaf == other.leaf for other in seen) == 3 and piece.parts[0].begin:
-            stopped.append(piece)  # other workers may land more pieces after it
-            raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(from_hf._Conversion, "_land", stop_inside_a_table)
-        with pytest.raises(KeyboardInterrupt):
-            from_hf.convert(checkpoint, target, quiet=True)
-    journal = (tmp_path / "out.partial" / "journal.jsonl").read_text()
-    assert f'"piece": "{stopped[0].key}", "sha256": {{}}' in journal
-    from_hf.convert(checkpoint, target, quiet=True)
-    assert same_tree(wanted, target)
 
 
 @pytest.fixture

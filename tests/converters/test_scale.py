@@ -1,5 +1,6 @@
 """The size of the real thing: the release's headers in full, and tables far beyond the budget."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,10 +26,10 @@ print(len(checked.source.tensors), checked.source.nbytes)
 """
 
 
-def run(code: str, *arguments: object) -> str:
+def run(code: str, *arguments: object, **env: str) -> str:
     """Run code in a fresh interpreter (without the tests' run-time type checks)."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | env)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -36,6 +37,26 @@ def run(code: str, *arguments: object) -> str:
 def test_released_size_from_headers_alone(tmp_path):
     """A sparse checkpoint of the released config: 510 GB in 48 files, none of it on the disk."""
     assert run(RELEASED, tmp_path / "m") == "96085 510286023000\n"
+
+
+THERE_AND_BACK = """
+import sys
+from converters import check, from_hf, to_hf
+
+source, out, back = sys.argv[1:]
+assert from_hf.main([source, out, "--quiet"]) == 0
+assert to_hf.main([out, back, "--quiet"]) == 0
+assert check.main([back, "--deep"]) == 0
+assert not [name for name in sys.modules if name.startswith("jax.experimental.pallas")]
+kernels = [name for name in sys.modules if name.startswith("pallas_kernels.")]
+assert not [name for name in kernels if name.endswith(("reference", "xla", "hopper", "blackwell"))]
+"""
+
+
+def test_no_device_and_no_kernel_is_touched(checkpoint, tmp_path):
+    """On a platform that does not exist jax raises as soon as anything asks for a device."""
+    places = checkpoint, tmp_path / "out", tmp_path / "back"
+    run(THERE_AND_BACK, *places, JAX_PLATFORMS="no-such-platform")
 
 
 MEASURE = """
