@@ -1,8 +1,9 @@
 """Conversion against a plain copy of the same bytes: `python tests/converters/bench_copy.py DIR`.
 
-Writes a synthetic checkpoint of about --gib under DIR, then alternates plain copies (each file
-copied and fsynced) with conversions there and back, each from a cold page cache where the process
-may drop it, and prints the best rates and their ratios.
+Writes a synthetic checkpoint of about --gib under DIR, then alternates plain copies (files one after
+the other, one sync at the end) with conversions there and back, each from a cold page cache where
+the process may drop it, and prints the rates with their processor time and load, and the ratios of
+the best.
 """
 
 import argparse
@@ -13,7 +14,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 from converters import from_hf, synthetic, to_hf
-from converters.target import sync
 
 DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 
@@ -36,17 +36,17 @@ def copy(source: Path, target: Path) -> None:
     target.mkdir()
     for file in source.iterdir():
         shutil.copyfile(file, target / file.name)
-        sync(target / file.name)
 
 
-def timed(work: Callable[[], object]) -> float:
+def timed(work: Callable[[], object]) -> tuple[float, float]:
+    """Wall seconds, durable on the disk, and this process's processor seconds."""
     os.sync()
     if os.access(DROP_CACHES, os.W_OK):
         DROP_CACHES.write_text("3")
-    began = time.monotonic()
+    began, used = time.monotonic(), time.process_time()
     work()
     os.sync()
-    return time.monotonic() - began
+    return time.monotonic() - began, time.process_time() - used
 
 
 def main() -> None:
@@ -69,10 +69,18 @@ def main() -> None:
                 "from_hf": lambda: from_hf.convert(
                     source, root / "out", workers=options.workers, quiet=True
                 ),
-                "to_hf": lambda: to_hf.convert(root / "out", root / "back", quiet=True),
+                "to_hf": lambda: to_hf.convert(
+                    root / "out", root / "back", workers=options.workers, quiet=True
+                ),
             }.items():
-                best[name] = min(best.get(name, 1e9), timed(work))
-                print(f"  {name}: {size / best[name] / 1e6:.0f} MB/s", flush=True)
+                wall, used = timed(work)
+                best[name] = min(best.get(name, 1e9), wall)
+                load = os.getloadavg()[0]
+                print(
+                    f"  {name}: {size / wall / 1e6:.0f} MB/s, {used / size * 1e9:.2f} CPU-s/GB, "
+                    f"load {load:.1f}",
+                    flush=True,
+                )
             for name in ("copy", "out", "back"):
                 shutil.rmtree(root / name)
         for name in ("from_hf", "to_hf"):
