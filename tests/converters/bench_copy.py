@@ -1,9 +1,8 @@
 """Conversion against a plain copy of the same bytes: `python tests/converters/bench_copy.py DIR`.
 
-Writes a synthetic checkpoint of about --gib under DIR, then alternates plain copies (files one after
-the other, one sync at the end) with conversions there and back, each from a cold page cache where
-the process may drop it, and prints the rates with their processor time and load, and the ratios of
-the best.
+Writes a synthetic checkpoint of about --gib under DIR, then alternates plain copies (one file after
+another, one sync at the end) with conversions there and back, each from a cold page cache where the
+process may drop it. Prints rates with their processor time and load, and the ratios of the best.
 """
 
 import argparse
