@@ -1,6 +1,7 @@
 """JSON schemas: valid instances pass, invalid ones do not, and what is sampled validates."""
 
 import json
+import math
 
 import jsonschema
 import pytest
@@ -76,6 +77,15 @@ def test_refused_or_honoured(case, walker):
         ({"required": "a"}, "/required"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "/oneOf"),
         ({"enum": [[1]], "minItems": 2}, "/minItems"),
+        # A fixed value that both branches allow, whichever way its number is written.
+        ({"oneOf": [{"enum": [6.0], "minimum": 1}, {"type": "integer"}]}, "/oneOf"),
+        ({"oneOf": [{"type": "integer"}, {"const": 6.0, "type": "integer"}]}, "/oneOf"),
+        ({"oneOf": [{"enum": [1e-7], "minimum": 0}, {"type": "number"}]}, "/oneOf"),
+        ({"oneOf": [{"enum": [[6.0]]}, {"type": "array"}]}, "/oneOf"),
+        ({"oneOf": [{"const": {"a": 6.0}}, {"properties": {"a": {"const": 6}}}]}, "/oneOf"),
+        ({"oneOf": [{"enum": ["x"], "format": "date"}, {"type": "string"}]}, "/oneOf"),
+        ({"properties": {"a": {"enum": [[1, math.inf]]}}}, "/properties/a/enum"),
+        ({"minimum": math.nan}, "/minimum"),
     ],
 )
 def test_the_place_is_named(schema, pointer, walker):
@@ -168,6 +178,23 @@ MORE = {
         },
         ['{"k":"a"}', '{"k":"b","n":[{}]}'],
         ['{"k":"a","n":1}', '{"k":"c"}'],
+    ),
+    "whole floats in an enum are integers": (
+        {"type": "integer", "enum": [6.0, 7, 8.5], "minimum": 2},
+        ["6", "6.0", "7"],
+        ["8.5", "8", "5"],
+    ),
+    "fixed numbers beside bounds that exclude them from the other branch": (
+        {
+            "oneOf": [
+                {"enum": [6.0, 1e-7], "minimum": 0},
+                {"type": "integer", "minimum": 7},
+                {"type": "object", "properties": {"a": {"const": 6.0}}, "required": ["a"]},
+                {"type": "object", "properties": {"a": {"minimum": 6.5}}, "required": ["a"]},
+            ]
+        },
+        ["6", "6.0", "1e-07", "7", '{"a":6}', '{"a":6.0}', '{"a":7}'],
+        ["5", "0", '{"a":6.1}', "{}"],
     ),
     "leap years": (
         {"type": "string", "format": "date"},

@@ -103,19 +103,25 @@ class Cases:
     def _check_one_of(
         self, pointer: str, context: list[Pointers], branches: list[list[Pointers]]
     ) -> None:
-        typed = [
-            [alt for a in context for b in branch for alt in self._typed(unique(a + b))]
-            for branch in branches
-        ]
-        for i, j in itertools.permutations(range(len(typed)), 2):
-            if not all(excludes(self, a, b) for a in typed[i] for b in typed[j]):
+        made, wide = (
+            [
+                [alt for a in context for b in branch for alt in self._typed(unique(a + b), wide)]
+                for branch in branches
+            ]
+            for wide in (False, True)
+        )
+        for i, j in itertools.permutations(range(len(made)), 2):
+            if not all(excludes(self, a, b) for a in made[i] for b in wide[j]):
                 self.document.refuse(
                     f"{pointer}/oneOf", f"branches {min(i, j)} and {max(i, j)} may both match"
                 )
                 return
 
-    def _typed(self, case: Pointers) -> list[Alternative]:
-        """Alternatives by type of plain subschemas that hold together."""
+    def _typed(self, case: Pointers, wide: bool = False) -> list[Alternative]:
+        """Alternatives by type of plain subschemas that hold together.
+
+        wide: fixed values also where a format beside them, which a reader may ignore, is not met.
+        """
         schemas = [(p, self.document.at(p)) for p in case]
         types = set[str](_TYPES)
         for _, schema in schemas:
@@ -128,8 +134,9 @@ class Cases:
             values = [
                 v for v in fixed[0] if all(any(_same(v, w) for w in o) for o in fixed[1:] + both)
             ]
-            values = [v for v in values if self._admits(v, types, schemas)]
-            return [Values(unique(json.dumps(v) for v in values))] if values else []
+            values = [v for v in values if self._admits(v, types, schemas, wide)]
+            spelled = [json.dumps(w) for v in values for w in (v, _whole(v))]
+            return [Values(unique(spelled))] if values else []
         found: list[Alternative] = []
         if "null" in types:
             found.append(Values(("null",)))
@@ -145,16 +152,16 @@ class Cases:
             found.append(merge_objects(schemas, self.document, self.search))
         return found
 
-    def _admits(self, value: Any, types: set[str], schemas: Schemas) -> bool:
-        """Whether a fixed value also satisfies the keywords beside it."""
+    def _admits(self, value: Any, types: set[str], schemas: Schemas, wide: bool) -> bool:
+        """Whether a fixed value also satisfies the keywords beside it, numbers by their value."""
         kind = _type_of(value)
         if kind not in types:
             return False
         if kind in ("integer", "number"):
-            spec = self._number(schemas, "number" not in types)
-            return self.language(spec).accepts(json.dumps(value))
+            return self._number(schemas, "number" not in types).holds(value)
         if kind == "string":
-            return self.language(self._string(schemas)).accepts(value)
+            spec = self._string(schemas)
+            return self.language(spec._replace(formats=()) if wide else spec).accepts(value)
         for pointer, schema in schemas:
             beside = _STRUCTURAL & schema.keys()
             if beside and kind in ("array", "object"):
@@ -206,8 +213,8 @@ class Cases:
         return self._languages[pattern]
 
     def parsed(self, values: Values) -> list[Any]:
-        """Fixed values as python values."""
-        return [json.loads(text) for text in values.texts]
+        """Fixed values as python values, whole numbers as int."""
+        return [_whole(json.loads(text)) for text in values.texts]
 
     def strings(self, pointers: Pointers) -> Dfa:
         """The texts of all strings that subschemas allow (the keys of ``propertyNames``)."""
@@ -234,6 +241,15 @@ def _same(a: Any, b: Any) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
     return type(a) is type(b) and a == b or _is_number(a) and _is_number(b) and a == b
+
+
+def _whole(value: Any) -> Any:
+    """A value with 6.0 written 6, which JSON schema takes for the same number."""
+    if isinstance(value, list):
+        return [_whole(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _whole(item) for key, item in value.items()}
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _is_number(value: Any) -> bool:

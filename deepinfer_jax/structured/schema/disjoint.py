@@ -69,8 +69,8 @@ def _outside(cases: Expander, value: object, spec: Alternative) -> bool:
     """Whether a fixed value is none of those made for an alternative of its type."""
     if isinstance(spec, StringSpec) and isinstance(value, str):
         return not cases.language(spec).accepts(value)
-    if isinstance(spec, NumberSpec) and isinstance(value, int):
-        return not cases.language(spec).accepts(str(value))
+    if isinstance(spec, NumberSpec) and isinstance(value, int | float):
+        return not spec.holds(value)
     return False
 
 

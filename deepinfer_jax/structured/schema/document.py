@@ -10,6 +10,7 @@ into warnings. References resolve inside the document, through ``$id``
 import dataclasses
 import difflib
 import json
+import math
 from typing import Any
 from urllib.parse import unquote, urldefrag, urljoin
 
@@ -20,6 +21,7 @@ _SUBSCHEMA = ("items", "additionalItems", "additionalProperties", "propertyNames
 _SUBSCHEMA += ("not", "if", "then", "else", "unevaluatedItems", "unevaluatedProperties")
 _SUBSCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SUBSCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_WITH_SUBSCHEMAS = {*_SUBSCHEMA, *_SUBSCHEMA_LISTS, *_SUBSCHEMA_MAPS}
 _ANNOTATIONS = {
     *("$schema", "$comment", "$vocabulary", "$id", "$anchor", "$defs", "definitions", "title"),
     *("description", "default", "examples", "example", "deprecated", "readOnly", "writeOnly"),
@@ -172,6 +174,8 @@ class Document:
             test, expected = _SUPPORTED[keyword]
             if not test(value):
                 raise SchemaError(f"{pointer}/{escape(keyword)}", f"{keyword} must be {expected}")
+            if keyword not in _WITH_SUBSCHEMAS and not _finite(value):
+                raise SchemaError(f"{pointer}/{escape(keyword)}", "infinity and NaN are no numbers")
         elif keyword in _REFUSED:
             self.refuse(f"{pointer}/{escape(keyword)}", f"keyword {keyword!r} is not supported")
         elif keyword not in _ANNOTATIONS and not keyword.startswith(("x-", "_")):
@@ -205,3 +209,10 @@ class Document:
                 raise
             raise SchemaError(place, f"reference {reference!r} leads nowhere") from None
         return found
+
+
+def _finite(value: Any) -> bool:
+    """Whether no number in a value is infinite or NaN."""
+    if isinstance(value, list | dict):
+        return all(map(_finite, value.values() if isinstance(value, dict) else value))
+    return not isinstance(value, float) or math.isfinite(value)

@@ -76,8 +76,8 @@ class Emitter:
     def alternative(self, alternative: Alternative, start: int) -> int:
         if isinstance(alternative, Values):
             end = self.nfa.node()
-            for value in self.cases.parsed(alternative):
-                self.nfa.skip(self.fixed(value, start), end)
+            for text in alternative.texts:
+                self.nfa.skip(self.fixed(json.loads(text), start), end)
             return end
         if isinstance(alternative, ArraySpec | ObjectSpec):
             if self.everywhere or alternative in self._reached(alternative):

@@ -49,6 +49,19 @@ class NumberSpec(NamedTuple):
             return language(_NUMBER, budget)
         return _decimals(self.low, self.high, budget)
 
+    def holds(self, value: int | float) -> bool:
+        """Whether a number is one of these, however it is written: 6.0 is an integer."""
+        exact = decimal(value)
+        outside = [
+            (exact == bound.value and bound.strict)
+            or (exact < bound.value if low else exact > bound.value)
+            for bound, low in ((self.low, True), (self.high, False))
+            if bound is not None
+        ]
+        whole = exact == exact.to_integral_value()
+        divides = not self.multiple or Fraction(exact) % self.multiple == 0
+        return not any(outside) and divides and (whole or not self.integer)
+
 
 def decimal(value: Any) -> Decimal:
     """A JSON number as it is written."""
