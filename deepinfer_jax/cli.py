@@ -41,6 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _generate_options(commands.add_parser("generate", help="continue prompts with a model"))
+    _chat_options(commands.add_parser("chat", help="talk with a model in the terminal"))
     commands.add_parser("convert", help="official checkpoint -> converted folder", add_help=False)
     _inspect_options(commands.add_parser("inspect", help="what a checkpoint holds"))
     _layout_options(commands.add_parser("layout", help="show, compare and diff parallel layouts"))
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _generate_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_generate)
-    parser.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder or Hub id")
+    parser.add_argument("--model", metavar="DIR", help="folder or Hub id; default: the demo")
     parser.add_argument("--prompt", action="append", metavar="TEXT", help="may be given repeatedly")
     parser.add_argument("--input", metavar="F.jsonl", help="requests, one object a line")
     parser.add_argument("--output", metavar="F.jsonl", help="results; an interrupted run resumes")
@@ -204,17 +205,28 @@ def _text(path: str) -> str:
     return Path(path).read_text(encoding="utf-8")
 
 
+def _chat_options(parser: argparse.ArgumentParser) -> None:
+    from deepinfer_jax import chat
+
+    parser.set_defaults(handler=lambda options: chat.run(options, _platform_request(options)))
+    chat.add_options(parser)
+    _platform_options(parser)
+
+
 def _inspect_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_inspect)
-    parser.add_argument("model", metavar="DIR", help="official or converted folder, or a Hub id")
+    parser.add_argument(
+        "model", nargs="?", metavar="DIR", help="folder or Hub id; default: the demo"
+    )
     parser.add_argument("--depth", type=int, default=3, help="levels of the tree to print")
     parser.add_argument("--json", action="store_true")
 
 
 def _inspect(options: argparse.Namespace) -> int:
     from converters import inspect
+    from deepinfer_jax import demo
 
-    found = inspect.inspect(options.model)
+    found = inspect.inspect(demo.checkpoint() if options.model is None else options.model)
     print(json.dumps(found.plain()) if options.json else found.text(options.depth))
     return 0
 

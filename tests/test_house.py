@@ -64,11 +64,12 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.step": MODEL | {"deepinfer_jax.runtime", "deepinfer_jax.structured"},
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
+    "deepinfer_jax.chat": RUNTIME,
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
     | CONVERTERS
     | DEMO
-    | {"deepinfer_jax.lab", "deepinfer_jax"},
+    | {"deepinfer_jax.chat", "deepinfer_jax.lab", "deepinfer_jax"},
     "converters.safetensors_io": set(),
     "converters.names": BASE | {"deepinfer_jax.model", "converters.safetensors_io"},
     "converters": READERS | BASE | {"deepinfer_jax.model"},

@@ -3,3 +3,11 @@
 It is what ``LLM()`` and ``deepinfer-jax generate`` use when no checkpoint is named, and the script
 that trained it lies beside it.
 """
+
+from importlib import resources
+from pathlib import Path
+
+
+def checkpoint() -> Path:
+    """Folder of the embedded checkpoint."""
+    return Path(str(resources.files("deepinfer_jax.demo").joinpath("checkpoint")))

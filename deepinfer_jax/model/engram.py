@@ -64,8 +64,18 @@ def engram(
 ) -> Float[Array, "rows n d"]:
     """The streams with the memory's value added."""
     with jax.named_scope("engram"):
+        return add_memory(setup, weights, read_table(setup, weights.table, table_rows), streams)
+
+
+def add_memory(
+    setup: Setup,
+    weights: EngramWeights,
+    memory: Float[Array, "rows width"],
+    streams: Float[Array, "rows n d"],
+) -> Float[Array, "rows n d"]:
+    """`engram` with the rows of the table already read."""
+    with jax.named_scope("engram_gate"):
         cfg = setup.cfg
-        memory = read_table(setup, weights.table, table_rows)
         projected = linear(setup, memory, weights.wkv)
         split = cfg.hc_mult * cfg.hidden_size
         key = projected[:, :split].reshape(-1, cfg.hc_mult, cfg.hidden_size).astype(jnp.float32)

@@ -11,16 +11,16 @@ request gives depends on the weights, the prompt, its parameters and its seed al
 
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deepinfer_jax import structured
+from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import noise, warmup
+from deepinfer_jax.runtime import noise, reply, warmup
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
@@ -30,7 +30,7 @@ from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 from deepinfer_jax.runtime.scheduler import Policy
 from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
-from deepinfer_jax.runtime.text import Tokenizer
+from deepinfer_jax.runtime.text import Tokenizer, conversation_ids
 from pallas_kernels import Kernels
 
 Prompt = str | Sequence[int]
@@ -53,12 +53,13 @@ class Shapes:
 class LLM:
     """Offline inference with a checkpoint on one device or a layout of them.
 
-    path: official or converted folder. layout, kernels, numerics: as of `load`. max_slots: requests
-    computed at once; max_context: most tokens of a request, prompt included. speculate: draft
-    tokens verified a step (None: the trained block if the checkpoint has a drafter; 0: off), or
-    "adaptive". accept: "coupled" (tokens equal to decoding without speculation) or "rejection"
-    (equal in distribution). seed: of requests that bring none. cache: folder where step times
-    measured for "adaptive" are kept (None: the user's cache). Raises ValueError naming the option.
+    path: official or converted folder; None: the embedded demo. layout, kernels, numerics: as of
+    `load`. max_slots: requests computed at once; max_context: most tokens of a request, prompt
+    included. speculate: draft tokens verified a step (None: the trained block if the checkpoint has
+    a drafter; 0: off), or "adaptive". accept: "coupled" (tokens equal to decoding without
+    speculation) or "rejection" (equal in distribution). seed: of requests that bring none. cache:
+    folder where step times measured for "adaptive" are kept (None: the user's cache). Raises
+    ValueError naming the option.
     """
 
     def __init__(
@@ -75,8 +76,7 @@ class LLM:
         shapes: Shapes | None = None,
         cache: str | Path | None = None,
     ):
-        if path is None:
-            raise ValueError("path: no embedded checkpoint in this version; give a model folder")
+        path = demo.checkpoint() if path is None else path
         for name, value in (("max_slots", max_slots), ("max_context", max_context)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} = {value!r}; expected a positive integer")
@@ -168,6 +168,30 @@ class LLM:
         work = _paired(prompts, sampling_params)
         for _, request in self._run(iter(work), len(work), ()):
             yield request
+
+    def chat(
+        self,
+        conversations: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        thinking: bool | str | None = None,
+    ) -> list[RequestOutput]:
+        """The next assistant message of a conversation or of each of several; every output also has
+        its parsed `reply`.
+
+        conversations: messages {"role", "content", ..}, or a list of such lists; tools, thinking:
+        of `text.conversation_ids`. Raises ValueError for what is no conversation.
+        """
+        if self.tokenizer is None:
+            raise ValueError(f"{self.model.tokenizer}: no such file; chat needs it")
+        one = bool(conversations) and isinstance(conversations[0], Mapping)
+        many = [conversations] if one else conversations
+        prompts = [conversation_ids(self.tokenizer, some, tools, thinking) for some in many]
+        requests = self.generate(prompts, sampling_params)
+        for prompt, request in zip(prompts, requests, strict=True):
+            for output in request.outputs:
+                output.reply = reply.parse(self.tokenizer, prompt, output.token_ids)
+        return requests
 
     def finished(
         self, work: Iterable[tuple[Prompt, SamplingParams]], window: int | None = None

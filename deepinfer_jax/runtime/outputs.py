@@ -23,6 +23,7 @@ class CompletionOutput:
         id that ended it (None for the end-of-sequence id).
     captured: what ``generate(capture=...)`` recorded, name -> layer -> one row per id: the row that
         the id was sampled from, which fed the token before it.
+    reply: of `LLM.chat`, the parsed message (`reply.Reply`).
     """
 
     index: int
@@ -32,6 +33,7 @@ class CompletionOutput:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     captured: dict[str, Any] = dataclasses.field(default_factory=dict)
+    reply: Any = None
 
 
 @dataclasses.dataclass

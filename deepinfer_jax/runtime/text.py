@@ -9,6 +9,8 @@ byte by byte, with nothing decoded twice and nothing guessed:
     stream.text      # all that can no longer change: no half character, no half stop string
     stream.finish()  # no more tokens: the text equals tokenizer.decode(ids)
 
+A conversation becomes ids in the V4.1 prompt format by `conversation_ids`.
+
 Special tokens give no text. An id that the tokenizer does not know (a head padded past it) gives
 none either; a tokenizer with more ids than the head is the engine's business, which refuses ids
 outside the vocabulary.
@@ -16,8 +18,9 @@ outside the vocabulary.
 
 import bisect
 import codecs
+import importlib.util
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,17 @@ def _byte_of_character() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_of_character()
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+SYSTEM, USER, ASSISTANT, THINK, NO_THINK = (
+    "<｜System｜>",
+    "<｜User｜>",
+    "<｜Assistant｜>",
+    "<think>",
+    "</think>",
+)
+EFFORTS = ("low", "high", "xhigh", "max")
+_ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
+Piece = tuple[str, bool]  # text, and whether it is one special token
 
 
 def _object(path: Path) -> dict[str, Any]:
@@ -75,6 +89,7 @@ class Tokenizer:
         added = self._inner.get_added_tokens_decoder()
         self._special = {token for token, entry in added.items() if entry.special}
         self._bytes: dict[int, bytes] = {}
+        self._plain: tokenizers.Tokenizer | None = None  # without added tokens
         self.size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
 
     def _marker(
@@ -102,6 +117,36 @@ class Tokenizer:
             return [self.bos_id, *ids]
         return ids
 
+    def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
+        """Ids of a prompt in pieces: special tokens as such, the rest as plain text even where it
+        spells one. Raises ValueError for a special token that this tokenizer lacks."""
+        if self._plain is None:
+            bare = json.loads(self.text())
+            bare["added_tokens"] = []
+            self._plain = tokenizers.Tokenizer.from_str(json.dumps(bare))
+        ids: list[int] = []
+        for text, special in pieces:
+            if not special:
+                ids += self._plain.encode(text, add_special_tokens=False).ids
+                continue
+            token = self._inner.token_to_id(text)
+            if token is None:
+                raise ValueError(f"conversation: this tokenizer has no token {text!r}")
+            ids.append(token)
+        return ids
+
+    def text(self) -> str:
+        """The tokenizer as the text of a tokenizer.json."""
+        return self._inner.to_str()
+
+    def spelled(self, ids: Sequence[int]) -> str:
+        """Text of ids with special tokens spelled out."""
+        parts = [
+            (self._inner.id_to_token(i) or "").encode() if i in self._special else self.bytes_of(i)
+            for i in ids
+        ]
+        return b"".join(parts).decode("utf-8", "replace")
+
     def decode(self, ids: Sequence[int]) -> str:
         """Text of ids, special and unknown ones left out."""
         return b"".join(map(self.bytes_of, ids)).decode("utf-8", "replace")
@@ -121,6 +166,94 @@ def _raw(text: str) -> bytes:
     if all(character in _BYTE_OF for character in text):
         return bytes(_BYTE_OF[character] for character in text)
     return text.encode()
+
+
+def conversation_ids(
+    tokenizer: Tokenizer,
+    messages: Sequence[Any],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    thinking: bool | str | None = None,
+) -> list[int]:
+    """Ids of a V4.1 prompt that asks for the next assistant message.
+
+    messages: chat-completion messages (role, content, and where they apply reasoning_content,
+    tool_calls, tool_call_id, prefix). tools: chat-completion tool definitions. thinking: None or
+    False, no reasoning; True, or an effort ("low", "high", "xhigh", "max"): the reply begins with
+    it. Plain conversations are rendered here; tools and thinking by DeepSeek's own deepseek-recipe
+    (the chat extra). Raises ValueError for what is no conversation.
+    """
+    if isinstance(messages, Mapping | str) or not messages:
+        raise ValueError(f"conversation: {messages!r}; expected a list of messages")
+    for number, message in enumerate(messages):
+        if not isinstance(message, Mapping) or "role" not in message:
+            raise ValueError(f"messages[{number}]: {message!r}; expected a role and content")
+    if thinking not in (None, False, True, *EFFORTS):
+        raise ValueError(f"thinking = {thinking!r}; expected True, False or {', '.join(EFFORTS)}")
+    plain = all(
+        message["role"] in _ROLES
+        and isinstance(message.get("content"), str)
+        and not message.get("tool_calls")
+        for message in messages
+    )
+    if plain and not tools and not thinking:
+        return tokenizer.encode_pieces(_plain_pieces(messages))
+    return tokenizer.encode_pieces(_recipe_pieces(messages, tools, thinking))
+
+
+def _plain_pieces(messages: Sequence[Mapping[str, Any]]) -> list[Piece]:
+    """A conversation without tools and thinking, as the official encoding renders it."""
+    pieces: list[Piece] = [(BOS, True)]
+    before = None
+    for number, message in enumerate(messages):
+        role, content = message["role"], message["content"]
+        if role == "system" and not content:
+            continue
+        if role == before == "user":
+            content = "\n\n" + content
+        else:
+            pieces.append((_ROLES[role], True))
+        if role == "assistant":
+            pieces.append((NO_THINK, True))
+        pieces.append((content, False))
+        if role == "assistant":
+            if message.get("prefix") and number == len(messages) - 1:
+                return pieces
+            pieces.append((EOS, True))
+        before = role
+    return [*pieces, (ASSISTANT, True), (NO_THINK, True)]
+
+
+def _recipe_pieces(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None,
+    thinking: bool | str | None,
+) -> list[Piece]:
+    if importlib.util.find_spec("deepseek_recipe") is None:
+        raise ValueError(
+            "conversation: tools and thinking are rendered by DeepSeek's deepseek-recipe; "
+            "install deepinfer-jax[chat]"
+        )
+    import deepseek_recipe as recipe
+
+    body: dict[str, Any] = {
+        "model": "DeepSeek-V4.1-Flash",
+        "messages": [dict(message) for message in messages],
+        "thinking": {"type": "enabled" if thinking else "disabled"},
+    }
+    if tools:
+        body["tools"] = [dict(tool) for tool in tools]
+    if isinstance(thinking, str):
+        body["reasoning_effort"] = thinking
+    try:
+        asked = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
+    except recipe.ConversionError as error:
+        raise ValueError(f"conversation: {' '.join(str(error).split())}") from None
+    rendered = recipe.DeepseekV41Encoding().render_conversation(asked.conversation)
+    pieces, at = [], 0
+    for begin, end in rendered.special_ranges:
+        pieces += [(rendered.prompt[at:begin], False), (rendered.prompt[begin:end], True)]
+        at = end
+    return [piece for piece in (*pieces, (rendered.prompt[at:], False)) if piece[0]]
 
 
 class TextStream:
