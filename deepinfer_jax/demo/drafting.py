@@ -40,6 +40,8 @@ def block_logits(
     context: Rows,
     block: Int32[Array, "batch anchors k"],
     start: Int32[Array, " anchors"],
+    *,
+    stored: bool,
 ) -> tuple[Float[Array, "batch anchors k vocab"], Float[Array, "batch anchors k"]]:
     """Logits and confidences of draft blocks whose previous tokens are `block` (place 0: the
     anchor), at positions start .. start + k - 1."""
@@ -63,7 +65,7 @@ def block_logits(
     for stage_weights in draft.stages:
         mix = hyper.mixes(setup, stage_weights.hc_attn, streams)
         x = rms_norm(hyper.collapse(streams, pre), stage_weights.attn_norm, cfg.rms_norm_eps)
-        out = _attend(setup, stage_weights.attn, rows, context, x, main, seen)
+        out = _attend(setup, stage_weights.attn, rows, context, x, main, seen, stored)
         streams = network.write_back(out, streams, mix)
         after = hyper.mixes(setup, stage_weights.hc_ffn, streams)
         x = rms_norm(hyper.collapse(streams, mix.pre), stage_weights.ffn_norm, cfg.rms_norm_eps)
@@ -85,13 +87,14 @@ def _attend(
     x: Float[Array, "rows d"],
     main: Float[Array, "context d"],
     seen: Any,
+    stored: bool,
 ) -> Float[Array, "rows d"]:
     """Attention of block rows over the context before them and over each other."""
 
     k, (anchors, length) = rows.width, seen.shape
     _, query = attention.queries(setup, weights, rows, x, compressed=False)
-    own = network.window_kv(setup, weights, rows, x, compressed=False, stored=True)
-    past = network.window_kv(setup, weights, context, main, compressed=False, stored=True)
+    own = network.window_kv(setup, weights, rows, x, compressed=False, stored=stored)
+    past = network.window_kv(setup, weights, context, main, compressed=False, stored=stored)
     heads, c = query.shape[1:]
     scale = jnp.float32(c**-0.5)
     past = past.reshape(context.groups, length, c)
@@ -128,7 +131,9 @@ def losses(
     anchors = (tokens.shape[1] - k - STRIDE) // STRIDE
     last = first + STRIDE * jnp.arange(anchors, dtype=jnp.int32)  # last processed positions
     place = last[:, None] + 1 + jnp.arange(k, dtype=jnp.int32)[None, :]
-    drafted, sure = block_logits(setup, weights, taps, context, batch[:, place], last + 1)
+    drafted, sure = block_logits(
+        setup, weights, taps, context, batch[:, place], last + 1, stored=True
+    )
     target = logits[:, place]
     p = jax.nn.softmax(target, axis=-1)
     log_q = jax.nn.log_softmax(drafted, axis=-1)

@@ -26,7 +26,7 @@ from deepinfer_jax.demo import corpus, network, optimiser, shape, stored
 from deepinfer_jax.model import engram_hash, transformer
 from deepinfer_jax.model.setup import Setup
 
-BATCH, LENGTH = {"bible": 6, "made": 2}, 256  # sequences of each kind; the made text is easy
+BATCH, LENGTH = {"bible": 7, "made": 1}, 256  # sequences of each kind; the made text is easy
 SETUP = functools.partial(
     Setup, numerics=Numerics(compute="float32", act_quant=False, cache_qdq=False)
 )

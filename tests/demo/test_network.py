@@ -1,14 +1,18 @@
 """The trainer's network gives the model's logits, on the very bits that the checkpoint holds."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepinfer_jax import spec
 from deepinfer_jax.config import ModelConfig, Numerics
-from deepinfer_jax.demo import network, run, shape, stored
+from deepinfer_jax.demo import drafting, network, run, shape, stored
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.setup import Setup
+from pallas_kernels import formats
 
 CLASSES = 3000
 
@@ -39,7 +43,9 @@ def params(cfg) -> run.Flat:
     return {name: moved(name, value) for name, value in found.items()}
 
 
-def test_the_trainers_logits_are_the_models(cfg, params):
+@pytest.fixture(scope="module")
+def both(cfg, params):
+    """Tokens, the trainer's outcome and weights, and the model's setup and weights."""
     rng = np.random.default_rng(2)
     tokens = jnp.asarray(rng.integers(10, shape.VOCAB, (2, 96)), jnp.int32)
     classes = jnp.asarray(rng.integers(0, CLASSES, shape.VOCAB), jnp.int32)
@@ -48,13 +54,65 @@ def test_the_trainers_logits_are_the_models(cfg, params):
 
     rows = run.hashed(cfg, classes, tokens)
     weights = run.prepared(cfg, params, rows, True)
-    ours = jax.jit(network.forward, static_argnums=0, static_argnames="stored")(
-        setup, weights, tokens, stored=False
-    )
+    forward = jax.jit(network.forward, static_argnums=0, static_argnames="stored")
+    ours = forward(setup, weights, tokens, stored=False)
 
     leaves = run.declared(cfg)
     bits = {name: stored.packed(value, leaves[name]) for name, value in params.items()}
     model = run.tree_of(cfg, bits).replace(token_map=classes)
-    lengths = jnp.full((2,), 96, jnp.int32)
-    logits, _ = jax.jit(transformer.forward, static_argnums=0)(setup, model, tokens, lengths)
-    np.testing.assert_allclose(ours.logits, logits, atol=2e-4, rtol=0)
+    return SimpleNamespace(
+        setup=setup,
+        tokens=tokens,
+        lengths=jnp.full((2,), 96, jnp.int32),
+        weights=weights,
+        ours=ours,
+        model=model,
+    )
+
+
+def test_the_trainers_logits_are_the_models(both):
+    forward = jax.jit(transformer.forward, static_argnums=0)
+    logits, _ = forward(both.setup, both.model, both.tokens, both.lengths)
+    np.testing.assert_allclose(both.ours.logits, logits, atol=2e-4, rtol=0)
+
+
+def test_the_trained_draft_blocks_are_the_models(both):
+    draft = jax.jit(transformer.draft, static_argnums=0)
+    ids, logits, confidence = draft(both.setup, both.model, both.tokens, both.lengths)
+    anchor = jnp.argmax(both.ours.logits[:, -1], axis=-1).astype(jnp.int32)
+    block = jnp.concatenate([anchor[:, None], ids[:, :-1]], axis=1)[:, None]
+    context, _ = network.rows_of(both.setup, both.tokens)
+    ours = jax.jit(drafting.block_logits, static_argnums=0, static_argnames="stored")
+    drafted, sure = ours(
+        both.setup, both.weights, both.ours.taps, context, block, both.lengths[:1], stored=False
+    )
+    np.testing.assert_allclose(drafted[:, 0], logits, atol=2e-4, rtol=0)
+    np.testing.assert_allclose(sure[:, 0], confidence, atol=2e-4, rtol=0)
+
+
+def test_the_bits_are_what_training_rounds_to():
+    """Every format: dequantising the packed bits gives `rounded`, also for rows of zeros."""
+    rng = np.random.default_rng(3)
+    w = jnp.asarray(rng.standard_normal((48, 96)) * 10.0 ** rng.integers(-6, 3, (48, 1)))
+    w = w.astype(jnp.float32).at[5].set(0.0)
+    axes, block = (None, None), (32, 32)
+    for declared in (
+        spec.dense(48, 96, axes, block=block, dtype="fp8"),
+        spec.fp8_rows(48, 96, axes),
+        spec.fp4(48, 96, axes=axes),
+        spec.plain(48, 96, axes=axes),
+    ):
+        made = stored.packed(w, declared)
+        if isinstance(made, spec.Quantized):
+            rows = made.block == (1, 32) and made.values.dtype != jnp.uint8
+            spread = formats.decode_e8m0(jnp.repeat(made.scales, 32, axis=-1))
+            wide = (
+                made.values.astype(jnp.float32) * spread
+                if rows
+                else formats.dequantise(made.values, made.scales)
+            )
+        else:
+            wide = made.astype(jnp.float32)
+        near = stored.rounded(w, stored.kind(declared))
+        np.testing.assert_array_equal(near, wide)
+        assert float(jnp.max(jnp.abs(near - w))) <= float(jnp.max(jnp.abs(w))) / 4
