@@ -64,6 +64,7 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.step": MODEL | {"deepinfer_jax.runtime", "deepinfer_jax.structured"},
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
+    "deepinfer_jax.demo.report": RUNTIME | DEMO | {"deepinfer_jax"},
     "deepinfer_jax.chat": RUNTIME,
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
