@@ -22,7 +22,7 @@ from jaxtyping import Bool, Float
 
 HISTORY = 4096  # judged drafts a place that a temperature is fitted to
 REFIT = 256  # newly judged drafts between fits
-PRIOR = 8.0  # weight of T = 1, in judged drafts of even odds
+PRIOR = 32.0  # weight of T = 1, in judged drafts of even odds
 
 
 def acceptance(

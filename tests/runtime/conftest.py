@@ -20,11 +20,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def llm(folder: Path) -> Callable[..., dj.LLM]:
-    """`llm(speculate=0, **numerics)`: an engine, shared by all tests that ask for the same."""
+    """`llm({"speculate": 0}, **numerics)`: an engine, shared by all that ask for the same one."""
 
     def make(options: dict[str, Any] | None = None, **fields: Any) -> dj.LLM:
         num = small_model.numerics(**fields)
-        return small_model.engine(folder, num, tuple(sorted((options or {}).items())))
+        chosen = {"speculate": None, **(options or {})}
+        return small_model.engine(folder, num, tuple(sorted(chosen.items())))
 
     return make
 

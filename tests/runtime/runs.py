@@ -1,0 +1,76 @@
+"""What the engine tests share: bits of results, and engines made short of room."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+import deepinfer_jax as dj
+from deepinfer_jax.runtime.outputs import RequestOutput
+
+Bits = list[tuple[list[int], list[tuple[int, str]]]]
+
+
+def bits(out: RequestOutput) -> Bits:
+    """Ids and log-probabilities of every sample, the latter to the last bit."""
+    assert out.error is None, out.error
+    found = []
+    for sample in out.outputs:
+        entries = [pair for entry in sample.logprobs or [] for pair in entry.items()]
+        found.append((sample.token_ids, [(token, value.hex()) for token, value in entries]))
+    return found
+
+
+def same(
+    one: Sequence[RequestOutput], other: Sequence[RequestOutput], ids_only: bool = False
+) -> None:
+    """Fails at the first difference, naming request and token."""
+    assert len(one) == len(other)
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for (ids, values), (ids_b, values_b) in zip(bits(a), bits(b), strict=True):
+            assert ids == ids_b, f"request {number}: ids differ from {_first(ids, ids_b)} on"
+            if not ids_only and values != values_b:
+                at = _first(values, values_b)
+                raise AssertionError(
+                    f"request {number}: log-probability {at} of {len(values)}: "
+                    f"{_value(values, at)} and {_value(values_b, at)}"
+                )
+
+
+def logprobs(out: RequestOutput) -> np.ndarray:
+    """Log-probability of each id of the only sample."""
+    assert out.error is None, out.error
+    (sample,) = out.outputs
+    pairs = zip(sample.token_ids, sample.logprobs or [], strict=True)
+    return np.array([entry[token] for token, entry in pairs], np.float64)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """In float64."""
+    wide = np.asarray(logits, np.float64)
+    wide = wide - wide.max(-1, keepdims=True)
+    return wide - np.log(np.exp(wide).sum(-1, keepdims=True))
+
+
+@contextlib.contextmanager
+def scarce(llm: dj.LLM, *, pages: int, host_pages: int = 4096) -> Iterator[None]:
+    """The engine with so few pages, and room for so many on the host; nothing compiles anew."""
+    pool, scheduler = llm._loop.pages, llm._loop.scheduler
+    hidden, pool._free = pool._free[:-pages], pool._free[-pages:]
+    policy = scheduler.policy
+    scheduler.policy = dataclasses.replace(policy, host_pages=host_pages)
+    try:
+        yield
+    finally:
+        scheduler.policy = policy
+        pool._free = hidden + pool._free
+
+
+def _first(one: Sequence, other: Sequence) -> int:
+    pairs = zip(one, other, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
+
+
+def _value(values: Sequence[tuple[int, str]], at: int) -> float:
+    return float.fromhex(values[at][1]) if at < len(values) else float("nan")
