@@ -31,8 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"deepinfer-jax: {line}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        print("deepinfer-jax: interrupted", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print(f"deepinfer-jax: interrupted{interrupt}", file=sys.stderr)
         return 130
 
 
@@ -78,7 +78,30 @@ def _generate_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kernels", default="auto", help="auto, a name, or JSON {op: name}")
     engine.add_argument("--max-slots", type=int, default=8, help="requests computed at once")
     engine.add_argument("--max-context", type=int, default=1024, help="most tokens of a request")
+    parser.add_argument("--trace", metavar="DIR", help="write a profile of the run (jax.profiler)")
+    _cache_options(parser)
     _platform_options(parser)
+
+
+def _cache_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cache", metavar="DIR", help="compiled programs and step times (default: the user's)"
+    )
+
+
+def _cache(options: argparse.Namespace) -> Any:
+    """The folder of --cache, and jax told to keep compiled programs in it; a folder that was set
+    for jax otherwise stays."""
+    from pathlib import Path
+
+    import jax
+
+    from deepinfer_jax.runtime import warmup
+
+    folder = warmup.default_folder() if options.cache is None else Path(options.cache)
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    return folder
 
 
 def _platform_options(parser: argparse.ArgumentParser) -> None:
@@ -126,14 +149,13 @@ def _generate(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from deepinfer_jax.config import Numerics
-    from deepinfer_jax.runtime import platform
+    from deepinfer_jax.runtime import offline, platform, terminal
     from deepinfer_jax.runtime.engine import LLM
     from deepinfer_jax.runtime.sampling_params import SamplingParams
 
     SamplingParams(**fields)  # refused before the model is read
     for notice in platform.ready(_platform_request(options)).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
-    speculate = options.speculate
     llm = LLM(
         options.model,
         kernels=options.kernels,
@@ -142,49 +164,15 @@ def _generate(options: argparse.Namespace) -> int:
         ),
         max_slots=options.max_slots,
         max_context=options.max_context,
-        speculate=int(speculate) if speculate and speculate.isdigit() else speculate,
+        speculate=_drafts(options.speculate),
         accept=options.accept,
+        cache=_cache(options),
     )
-    if options.input is not None:
-        from deepinfer_jax.runtime import offline
-
-        failed = offline.run(llm, options.input, options.output, fields, Console(stderr=True))
-        return 1 if failed else 0
-    return _print(llm, options.prompt, SamplingParams(**fields), options.json)
-
-
-def _print(llm: Any, prompts: list[str], params: Any, as_json: bool) -> int:
-    """One prompt streams to the terminal; several are printed as they were given."""
-    if as_json:
-        results = llm.generate(prompts, params)
-        for result in results:
-            print(json.dumps(_plain(result), ensure_ascii=False))
-    elif len(prompts) == 1 and params.n == 1:
-        shown, results = 0, []
-        for result in llm.stream(prompts, params):
-            results = [result]
-            text = result.outputs[0].text
-            print(text[shown:], end="", flush=True)
-            shown = len(text)
-        print()
-    else:
-        results = llm.generate(prompts, params)
-        for result in results:
-            for output in result.outputs:
-                print(output.text)
-    for result in results:
-        if result.error is not None:
-            print(f"deepinfer-jax: {result.error}", file=sys.stderr)
-    return 1 if any(result.error is not None for result in results) else 0
-
-
-def _plain(result: Any) -> dict[str, Any]:
-    import dataclasses
-
-    found = dataclasses.asdict(result)
-    for output in found["outputs"]:
-        del output["captured"]
-    return found
+    with terminal.traced(options.trace):
+        if options.input is not None:
+            failed = offline.run(llm, options.input, options.output, fields, Console(stderr=True))
+            return 1 if failed else 0
+        return terminal.show(llm, options.prompt, SamplingParams(**fields), options.json)
 
 
 def _structured(options: argparse.Namespace) -> dict[str, Any] | None:
@@ -312,6 +300,41 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     kernels.add_argument("--runs", type=int, default=20)
     kernels.add_argument("--csv", metavar="FILE")
     kernels.add_argument("--png", metavar="FILE", help="roofline plot (plot extra)")
+    decode = actions.add_parser("decode", help="tokens/s by batch size, cost of invariant=True")
+    decode.set_defaults(handler=_bench_decode)
+    decode.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
+    decode.add_argument("--batch", type=int, action="append", metavar="N", help="default: 1 and 32")
+    decode.add_argument("--requests", type=int, default=32, help="of a run")
+    decode.add_argument("--prompt", type=int, default=32, metavar="TOKENS")
+    decode.add_argument("--tokens", type=int, default=128, help="generated by each request")
+    decode.add_argument("--runs", type=int, default=3)
+    decode.add_argument("--numerics", default="float32", help="reference, bf16 or float32")
+    decode.add_argument("--speculate", metavar="K", help="draft tokens a step, 0: off, adaptive")
+    decode.add_argument("--breakdown", action="store_true", help="time the device's steps too")
+    decode.add_argument("--json", action="store_true")
+    _cache_options(decode)
+
+
+def _bench_decode(options: argparse.Namespace) -> int:
+    from deepinfer_jax.config import Numerics
+    from deepinfer_jax.runtime import bench
+
+    load = bench.Load(options.requests, options.prompt, options.tokens, options.runs)
+    rows = bench.decode(
+        options.model,
+        load,
+        batches=options.batch or [1, 32],
+        numerics=Numerics.preset(options.numerics),
+        breakdown=options.breakdown,
+        speculate=_drafts(options.speculate),
+        cache=_cache(options),
+    )
+    return bench.report(rows, options.json)
+
+
+def _drafts(text: str | None) -> int | str | None:
+    """--speculate as `LLM` takes it."""
+    return int(text) if text and text.isdigit() else text
 
 
 def _bench_kernels(options: argparse.Namespace) -> int:

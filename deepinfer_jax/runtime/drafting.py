@@ -6,6 +6,7 @@ proposes what the target would sample wherever the two agree; under `"rejection"
 stream of its own and keeps its log-weights for the verification.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -87,13 +88,27 @@ def draft(
 
     none = jnp.full((slot.shape[0], block), -1, jnp.int32)
     rows_of_block = tuple(leaf.swapaxes(0, 1)[:block] for leaf in (state.base, state.x))
-    (_, drafts, _, _), found = jax.lax.scan(
+    (_, drafts, _, _), found = one_by_one(
         one,
         (anchor, none, jnp.zeros(slot.shape, jnp.bool_), grammar),
         (*rows_of_block, jnp.arange(block, dtype=jnp.int32)),
     )
     confidence, kept = jax.tree.map(lambda leaf: leaf.swapaxes(0, 1), found)
     return Block(drafts, confidence, kept)
+
+
+def one_by_one(body: Callable[..., Any], carry: Any, items: Any) -> Any:
+    """`lax.scan`, written out for CUDA: there a loop that holds a branch makes the host wait."""
+
+    def run(carry: Any, items: Any, unroll: bool) -> Any:
+        return jax.lax.scan(body, carry, items, unroll=unroll)
+
+    return jax.lax.platform_dependent(
+        carry,
+        items,
+        cuda=lambda carry, items: run(carry, items, True),
+        default=lambda carry, items: run(carry, items, False),
+    )
 
 
 def grammar_mask(

@@ -253,13 +253,16 @@ class LLM:
                     yield number, request
                 if len(self._loop):
                     self._loop.turn()
-        except (GeneratorExit, KeyboardInterrupt):
+        except GeneratorExit:  # the caller stopped listening, between two turns
             for _, samples, _ in live.values():
                 for sample in samples:
                     self._loop.abort(sample)
-            raise
-        finally:
             self._loop.drain()
+            raise
+        except BaseException:  # an interrupt, say: nobody knows how far a turn got
+            self._loop.reset()
+            raise
+        self._loop.drain()
 
     def _enter(
         self, request: RequestOutput, prompt: Prompt, params: SamplingParams

@@ -8,7 +8,6 @@ that its request is in.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import numpy as np
@@ -62,6 +61,9 @@ class Grammars:
                 continue
             try:
                 grammar = future.result()
+                if (error := _too_short(sample, grammar)) is not None:
+                    yield sample, error
+                    continue
                 self.pool, sample.grammar_row = self._manager.acquire(self.pool, grammar)
                 self._held[sample.number] = grammar
                 if grammar.host is not None and self._compiler is not None:
@@ -102,9 +104,28 @@ class Grammars:
         if self._held.pop(sample.number, None) is not None:
             self._manager.release(sample.grammar_row)
 
-    def warm(self) -> Any:
-        """Compiles what loading a grammar runs, for `Loop.warm_up`."""
-        if self._compiler is not None:
-            grammar = self._compiler.submit({"regex": "a"}).result()
+    def warm(self) -> None:
+        """Compiles what loading a grammar runs, and writing the mask of a host-tier one."""
+        if self._compiler is None:
+            return
+        for spec in ({"regex": "a"}, {"ebnf": 'root ::= "a" root "a" | ""'}):
+            try:
+                grammar = self._compiler.submit(spec).result()
+            except GrammarError:  # no host tier on this machine: nothing to compile for it
+                continue
             self.pool, row = self._manager.acquire(self.pool, grammar)
+            if grammar.host is not None:
+                words = np.zeros(-(-self._manager.width // 32), np.uint32)
+                self.pool = self._manager.write_mask(self.pool, row, words)
             self._manager.release(row)
+
+
+def _too_short(sample: Sample, grammar: Grammar) -> str | None:
+    """Why no output that the grammar accepts fits the sample; None if one does, or may."""
+    room, needed = sample.limit - len(sample.prompt), grammar.report.min_tokens
+    if grammar.trigger or room >= needed:
+        return None
+    return (
+        f"structured: the shortest output takes {needed} tokens, the end-of-sequence token "
+        f"included; max_tokens and the context leave room for {room}"
+    )

@@ -40,6 +40,7 @@ class Loop:
 
     policy: shapes and fairness. context: most tokens of a request. adaptive: drafts are verified as
     far as `costs` (seconds of a decode step by (groups, rows)) say that it pays, else all of them.
+    dispatched: steps so far, by kind, groups and rows (of a prefill: sequences and width).
     """
 
     def __init__(
@@ -52,30 +53,41 @@ class Loop:
         compiler: structured.Compiler | None = None,
         adaptive: bool = False,
     ):
-        cfg = programs.setup.cfg
         self.programs, self.policy, self.context = programs, policy, context
-        self.pages = Pages(pages, policy.slots, -(-context // PAGE))
-        self.scheduler = Scheduler(policy, self.pages)
         self.options = programs.options
-        self.state = self.empty_state()
-        self.desk = Desk.empty(cfg, policy.slots, self.pages.per_slot)
-        self.grammars = Grammars(cfg.vocab_size, compiler)
         self.calibration = speculation.Calibration(self.options.block)
         self.adaptive = adaptive and self.options.block > 0
         self.costs: dict[tuple[int, int], float] = {}
         self.capture: tuple[str, ...] = ()
+        self.dispatched: collections.Counter[tuple[str, int, int]] = collections.Counter()
+        self._total, self._compiler = pages, compiler
         self._samples: dict[int, Sample] = {}
-        self._saved: dict[int, Any] = {}
-        self._confidence: dict[int, np.ndarray] = {}
-        self._flights: collections.deque[Flight] = collections.deque()
+        self.reset()
 
     def __len__(self) -> int:
         """Samples that have not ended."""
         return len(self._samples)
 
+    def reset(self) -> None:
+        """Ends every sample and forgets all work, wherever a turn was broken off."""
+        cfg = self.programs.setup.cfg
+        for sample in self._samples.values():
+            if not sample.finished:
+                sample.end("abort")
+        self.pages = Pages(self._total, self.policy.slots, -(-self.context // PAGE))
+        self.scheduler = Scheduler(self.policy, self.pages)
+        self.state: Any = None  # let go of it first: two need not fit
+        self.state = self.empty_state()
+        self.desk = Desk.empty(cfg, self.policy.slots, self.pages.per_slot)
+        self.grammars = Grammars(cfg.vocab_size, self._compiler)
+        self._samples = {}
+        self._saved: dict[int, Any] = {}
+        self._confidence: dict[int, np.ndarray] = {}
+        self._flights: collections.deque[Flight] = collections.deque()
+
     def empty_state(self) -> states.State:
         """The state of free slots."""
-        return states.empty(
+        held = states.empty(
             self.programs.setup.cfg,
             self.programs.setup.numerics,
             slots=self.policy.slots,
@@ -83,6 +95,7 @@ class Loop:
             block=self.options.block,
             rejection=self.options.rejection,
         )
+        return self.programs.place(held)
 
     def add(self, sample: Sample) -> None:
         """Enters a sample; one that cannot be served ends at once with its error."""
@@ -191,6 +204,7 @@ class Loop:
         groups, width = step.shape
         chunks: Any = tuple(zip(step.work, samples, strict=True))
         given = self.desk.prefill(groups, width, chunks, self.pages.snapshot())
+        self.dispatched["prefill", groups, width] += 1
         self.state, output = self.programs.prefill(
             tail, score, self.options_for(samples, score), self.state, self.grammars.pool, given
         )
@@ -207,6 +221,7 @@ class Loop:
             self.calibration.temperature,
         )
         options = self.options_for(samples, score=False)
+        self.dispatched["decode", groups, size] += 1
         self.state, output = self.programs.decode(
             size, options, self.state, self.grammars.pool, given
         )

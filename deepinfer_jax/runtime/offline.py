@@ -12,6 +12,7 @@ noise in whatever run it is served.
 
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from deepinfer_jax.runtime import noise
 from deepinfer_jax.runtime.engine import LLM, Prompt
-from deepinfer_jax.runtime.outputs import RequestOutput
+from deepinfer_jax.runtime.outputs import DraftCounts, RequestOutput
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 
+LINE_SECONDS = 10.0
 _FIELDS = {field.name for field in dataclasses.fields(SamplingParams)}
 
 
@@ -45,38 +48,39 @@ def run(
 ) -> int:
     """Serves every request of `source` that `target` does not hold yet; how many failed.
 
-    defaults: SamplingParams fields for requests that do not name them. Raises ValueError naming
-    file and line for an input that is not JSONL or repeats an id, before anything is written.
+    defaults: SamplingParams fields for requests that do not name them; a seed there is the batch's,
+    each line draws its own from it. Raises ValueError naming file and line for an input that is not
+    JSONL or repeats an id, before anything is written; KeyboardInterrupt with a message for the
+    user after what was finished has been written.
     """
     source, target = Path(source), Path(target)
     total = sum(1 for _ in records(source, defaults))
     done = recover(target)
-    failed, tokens = 0, 0
     waiting = (record for record in records(source, defaults) if record.id not in done)
     taken: dict[int, Record] = {}
-    with target.open("a", encoding="utf-8") as file, _progress(console) as progress:
-        task = progress.add_task("requests", total=total, completed=len(done), speed="")
-        started = progress.get_time()
+    with target.open("a", encoding="utf-8") as file, Report(console, total, len(done)) as report:
 
-        def write(line: dict[str, Any]) -> None:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+        def write(record: Record, request: RequestOutput) -> None:
+            file.write(json.dumps(_line(record, request), ensure_ascii=False) + "\n")
             file.flush()
-            seconds = max(progress.get_time() - started, 1e-9)
-            progress.update(task, advance=1, speed=f"{tokens / seconds:.0f} tokens/s")
+            report.add(request)
 
         def work() -> Iterator[tuple[Prompt, SamplingParams]]:
             for record in waiting:
-                if record.error is not None:
-                    write(_line(record, RequestOutput(None, [], error=record.error)))
-                    continue
-                taken[len(taken)] = record
-                yield record.prompt, record.params
+                if record.error is None:
+                    taken[report.entered] = record
+                    report.entered += 1
+                    yield record.prompt, record.params
+                else:
+                    write(record, RequestOutput(None, [], error=record.error))
 
-        for number, request in llm.finished(work()):
-            tokens += request.metrics.generated_tokens
-            failed += request.error is not None
-            write(_line(taken[number], request))
-    return failed + sum(record.error is not None for record in records(source, defaults))
+        try:
+            for number, request in llm.finished(work()):
+                write(taken.pop(number), request)
+        except KeyboardInterrupt:
+            message = f"; {report.done} of {total} results are in {target}, and the same command "
+            raise KeyboardInterrupt(message + "goes on from there") from None
+    return report.failed + sum(failed for failed in done.values())
 
 
 def records(source: Path, defaults: dict[str, Any]) -> Iterator[Record]:
@@ -96,22 +100,27 @@ def records(source: Path, defaults: dict[str, Any]) -> Iterator[Record]:
             if raw["id"] in seen:
                 raise ValueError(f"{where}: id {raw['id']!r} appears twice")
             seen.add(raw["id"])
-            yield _record(raw, {"seed": number, **defaults})
+            # Its own noise in whatever run it is served, with or without a seed for the batch.
+            base = defaults.get("seed")
+            seed = number if base is None else noise.fold_in(base, number)
+            yield _record(raw, {**defaults, "seed": seed})
 
 
-def recover(target: Path) -> set[Any]:
-    """Ids that an output file holds; a last line without its end is cut off."""
+def recover(target: Path) -> dict[Any, bool]:
+    """Ids that an output file holds, and whether each failed; a last line without its end is cut
+    off."""
     if not target.exists():
-        return set()
+        return {}
     data = target.read_bytes()
     whole = data.rfind(b"\n") + 1
     if whole != len(data):
         with target.open("r+b") as file:
             file.truncate(whole)
-    done = set()
+    done = {}
     for number, text in enumerate(data[:whole].decode().splitlines(), start=1):
         try:
-            done.add(json.loads(text)["id"])
+            line = json.loads(text)
+            done[line["id"]] = line["error"] is not None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{target}, line {number}: not a result of such a run") from None
     return done
@@ -152,13 +161,61 @@ def _line(record: Record, request: RequestOutput) -> dict[str, Any]:
     return line
 
 
-def _progress(console: Console) -> Progress:
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[speed]}"),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal,
-    )
+class Report:
+    """Progress of a batch: a bar on a terminal, else a line every few seconds.
+
+    entered: requests given to the engine; failed: results with an error; done: results in all.
+    """
+
+    def __init__(self, console: Console, total: int, done: int):
+        self.entered, self.failed = 0, 0
+        self.done, self._total = done, total
+        self._tokens, self._steps, self._extra = 0, 0, 0
+        self._drafts = DraftCounts()
+        self._started = self._shown = time.monotonic()
+        self._console = console
+        self._bar = Progress(
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}"),
+            console=console,
+            disable=not console.is_terminal,
+        )
+        self._task = self._bar.add_task("", total=total, completed=done)
+
+    def __enter__(self) -> "Report":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+        if not self._console.is_terminal:
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def add(self, request: RequestOutput) -> None:
+        """One result more."""
+        metrics = request.metrics
+        self.done += 1
+        self.failed += request.error is not None
+        self._tokens += metrics.generated_tokens
+        self._steps += metrics.decode_steps
+        self._extra += metrics.accepted_rows
+        self._drafts.add(metrics.drafts)
+        self._bar.update(self._task, advance=1, description=self._speed())
+        if not self._console.is_terminal and time.monotonic() - self._shown > LINE_SECONDS:
+            self._shown = time.monotonic()
+            self._console.print(self._line(), highlight=False, soft_wrap=True)
+
+    def _line(self) -> str:
+        failed = f", {self.failed} failed" if self.failed else ""
+        return f"{self.done}/{self._total} requests{failed}, {self._speed()}"
+
+    def _speed(self) -> str:
+        parts = [f"{self._tokens / max(time.monotonic() - self._started, 1e-9):.0f} tokens/s"]
+        if self._drafts.judged:
+            rates = " ".join(f"{rate:.2f}" for rate in self._drafts.acceptance if rate is not None)
+            parts.append(f"{1 + self._extra / max(self._steps, 1):.2f} tokens a step")
+            parts.append(f"drafts accepted {rates}")
+            parts.append(f"calibration error {self._drafts.calibration_error:.2f}")
+        return ", ".join(parts)

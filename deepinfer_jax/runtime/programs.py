@@ -36,6 +36,17 @@ class Programs:
     weights: Weights
     options: Options
 
+    def place(self, held: Any) -> Any:
+        """A tree of arrays where the weights are, whole on every device.
+
+        Placed like this before its first step, the state a program returns is again one that it
+        was compiled for.
+        """
+        home = self.weights.norm.sharding
+        if isinstance(home, jax.sharding.NamedSharding):
+            home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+        return jax.device_put(held, home)
+
     def prefill(
         self,
         tail: int,

@@ -224,5 +224,5 @@ def _grammar_along(
         after = drafting.advance(pool, before, jnp.maximum(token, 0))
         return after, after
 
-    _, along = jax.lax.scan(one, grammar, drafts.swapaxes(0, 1))
+    _, along = drafting.one_by_one(one, grammar, drafts.swapaxes(0, 1))
     return jax.tree.map(lambda first, rest: jnp.concatenate([first[None], rest]), grammar, along)

@@ -13,16 +13,16 @@ import importlib.metadata
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
-from deepinfer_jax.runtime.step_types import Options
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 
 RUNS = 5
 LENGTH = 64  # tokens of each sequence in a timed step
@@ -56,13 +56,9 @@ def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> No
             tails |= {0, min(setup.cfg.replay_keep, chunk)}
         for tail in sorted(tails):
             for options in several:
-                loop.state, _ = loop.programs.prefill(
-                    tail, False, options, loop.state, loop.grammars.pool, given
-                )
+                _prefill(loop, tail, False, options, given)
         if scores:
-            loop.state, _ = loop.programs.prefill(
-                chunk, True, wide, loop.state, loop.grammars.pool, given
-            )
+            _prefill(loop, chunk, True, wide, given)
     _compile_moves(loop)
     loop.grammars.warm()
     jax.block_until_ready(loop.state)
@@ -98,18 +94,13 @@ def step_seconds(loop: Loop, folder: Path) -> dict[tuple[int, int], float]:
 
 
 def measure(loop: Loop) -> dict[tuple[int, int], float]:
-    """Median seconds of a decode step in every bucket, each slot and each row in use.
+    """Median seconds of a decode step in every bucket, with every slot and every row in use.
 
     Called while no request is in a slot: the state is used for it and then emptied.
     """
     slots, block = loop.policy.slots, loop.options.block
-    held = min(loop.pages.per_slot, max(loop.pages.total // slots, 1))
-    table = np.full((slots, loop.pages.per_slot), -1, np.int32)
-    table[:, :held] = np.arange(slots * held, dtype=np.int32).reshape(slots, held)
-    table[table >= loop.pages.total] = -1
-    limit = np.full(slots, np.iinfo(np.int32).max // 2, np.int32)
-    start = min(LENGTH, loop.context - RUNS * (1 + block) - 1)
-    found = {}
+    start = max(min(LENGTH, loop.context - RUNS * (1 + block) - 1), 1)
+    table, found = _pages(loop), {}
     for groups, sizes in loop.buckets().items():
         given = loop.desk.decode(groups, groups, block, (), table, loop.calibration.temperature)
         given = dataclasses.replace(
@@ -117,27 +108,64 @@ def measure(loop: Loop) -> dict[tuple[int, int], float]:
             slot=np.arange(groups, dtype=np.int32),
             pages=table[:groups],
             room=np.full(groups, block, np.int32),
-            limit=limit,
+            limit=np.full(slots, np.iinfo(np.int32).max // 2, np.int32),
         )
         for size in sizes:
             given = dataclasses.replace(given, budget=np.int32(size - groups))
             seconds = []
             for _ in range(RUNS + 1):
-                loop.state = dataclasses.replace(
-                    loop.state,
-                    length=jnp.full((slots,), max(start, 1), jnp.int32),
-                    done=jnp.zeros((slots,), jnp.bool_),
-                )
-                jax.block_until_ready(loop.state)
-                begin = time.perf_counter()
-                jax.block_until_ready(_decode(loop, size, loop.options, given))
-                seconds.append(time.perf_counter() - begin)
+                again = np.full(slots, start, np.int32), np.zeros(slots, np.bool_)
+                length, done = loop.programs.place(again)
+                loop.state = dataclasses.replace(loop.state, length=length, done=done)
+                seconds.append(_timed(loop, _decode, loop, size, loop.options, given))
             found[groups, size] = statistics.median(seconds[1:])
     loop.state = loop.empty_state()
     return found
 
 
-def _decode(loop: Loop, size: int, options: Options, given: Any) -> Any:
+def measure_prefill(loop: Loop) -> dict[tuple[int, int], float]:
+    """Median seconds of a prefill step of every shape, each place in use; called as `measure`."""
+    table, found = _pages(loop), {}
+    for height, width in loop.policy.prefill:
+        turns = min(height, loop.policy.slots)
+        given = loop.desk.prefill(height, width, (), table)
+        given.slot[:turns] = np.arange(turns)
+        given.count[:], given.prompt[:], given.last[:] = width, width, True
+        given.pages[:turns] = table[:turns]
+        seconds = [
+            _timed(loop, _prefill, loop, width, False, loop.options, given) for _ in range(RUNS + 1)
+        ]
+        found[height, width] = statistics.median(seconds[1:])
+    loop.state = loop.empty_state()
+    return found
+
+
+def _pages(loop: Loop) -> np.ndarray:
+    """A page table in which every slot has as many pages of its own as there are."""
+    slots, per_slot = loop.policy.slots, loop.pages.per_slot
+    held = min(per_slot, max(loop.pages.total // slots, 1))
+    table = np.full((slots, per_slot), -1, np.int32)
+    table[:, :held] = np.arange(slots * held, dtype=np.int32).reshape(slots, held)
+    return np.where(table < loop.pages.total, table, -1)
+
+
+def _timed(loop: Loop, run: Callable[..., Any], *given: Any) -> float:
+    jax.block_until_ready(loop.state)
+    begin = time.perf_counter()
+    jax.block_until_ready(run(*given))
+    return time.perf_counter() - begin
+
+
+def _prefill(
+    loop: Loop, tail: int, score: bool, options: Options, given: PrefillInput
+) -> StepOutput:
+    loop.state, output = loop.programs.prefill(
+        tail, score, options, loop.state, loop.grammars.pool, given
+    )
+    return output
+
+
+def _decode(loop: Loop, size: int, options: Options, given: DecodeInput) -> StepOutput:
     loop.state, output = loop.programs.decode(size, options, loop.state, loop.grammars.pool, given)
     return output
 

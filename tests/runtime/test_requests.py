@@ -25,7 +25,7 @@ def _logits(engine, prompt, ids):
 
 
 def test_logprobs_are_those_of_forward(llm, prompts):
-    engine, (prompt,) = llm(), prompts(19)
+    engine, (prompt,) = llm(invariant=True), prompts(19)
     sample = _one(engine, prompt, **GREEDY, max_tokens=9, logprobs=5).outputs[0]
     wanted = log_softmax(_logits(engine, prompt, sample.token_ids))
     assert sample.token_ids == wanted.argmax(-1).tolist()
@@ -36,7 +36,7 @@ def test_logprobs_are_those_of_forward(llm, prompts):
 
 
 def test_processed_logprobs_are_of_what_was_sampled_from(llm, prompts):
-    engine, (prompt,) = llm(), prompts(11)
+    engine, (prompt,) = llm(invariant=True), prompts(11)
     params = dj.SamplingParams(
         temperature=0.7,
         top_k=30,
@@ -65,7 +65,7 @@ def test_processed_logprobs_are_of_what_was_sampled_from(llm, prompts):
 
 
 def test_score_equals_forward_and_prompt_logprobs(llm, prompts):
-    engine, work = llm(), prompts(45, 1, 33)
+    engine, work = llm(invariant=True), prompts(45, 1, 33)
     marks = engine.score(work)
     ask = dj.SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=2)
     listed = engine.generate(work, ask, strict=True)
@@ -82,7 +82,7 @@ def test_score_equals_forward_and_prompt_logprobs(llm, prompts):
 
 
 def test_stop_ids_strings_and_lengths(llm, prompts):
-    engine, (prompt,) = llm(), prompts(14)
+    engine, (prompt,) = llm(invariant=True), prompts(14)
     free = _one(engine, prompt, **GREEDY, max_tokens=16, logprobs=0).outputs[0]
     ids, whole = free.token_ids, free.text
     assert (free.finish_reason, len(ids)) == ("length", 16)
@@ -106,7 +106,7 @@ def test_stop_ids_strings_and_lengths(llm, prompts):
 
 
 def test_end_of_sequence_ends_unless_ignored_or_too_early(llm, prompts):
-    engine, (prompt,) = llm(), prompts(9)
+    engine, (prompt,) = llm(invariant=True), prompts(9)
     options = {"temperature": 0.0, "max_tokens": 8, "logit_bias": {1: 1000.0}}
     ended = _one(engine, prompt, **options).outputs[0]
     assert (ended.token_ids, ended.finish_reason, ended.stop_reason) == ([1], "stop", None)
@@ -120,12 +120,12 @@ def test_only_allowed_ids_appear(llm, prompts):
     params = dj.SamplingParams(
         temperature=1.5, allowed_token_ids=[5, 6, 7], max_tokens=20, ignore_eos=True, seed=2
     )
-    for out in llm().generate(prompts(3, 20), params, strict=True):
+    for out in llm(invariant=True).generate(prompts(3, 20), params, strict=True):
         assert set(out.outputs[0].token_ids) <= {5, 6, 7}
 
 
 def test_forced_ids_come_first_and_are_scored(llm, prompts):
-    engine, (prompt,), forced = llm(), prompts(12), [7, 300, 44, 9, 10]
+    engine, (prompt,), forced = llm(invariant=True), prompts(12), [7, 300, 44, 9, 10]
     out = _one(engine, prompt, **GREEDY, forced_token_ids=forced, max_tokens=8, logprobs=0)
     ids = out.outputs[0].token_ids
     assert ids[:5] == forced and len(ids) == 8
@@ -134,7 +134,7 @@ def test_forced_ids_come_first_and_are_scored(llm, prompts):
 
 
 def test_seeds(llm, prompts):
-    engine, work = llm(), prompts(6, 6, seed=2)
+    engine, work = llm(invariant=True), prompts(6, 6, seed=2)
     hot = {"temperature": 1.0, "max_tokens": 10, "ignore_eos": True}
     seeded = engine.generate(work, dj.SamplingParams(**hot, n=3, seed=7), strict=True)
     same(seeded, engine.generate(work, dj.SamplingParams(**hot, n=3, seed=7), strict=True))
@@ -147,7 +147,7 @@ def test_seeds(llm, prompts):
 
 
 def test_bad_requests_end_alone_in_order(llm, prompts):
-    engine, (good,) = llm(), prompts(8)
+    engine, (good,) = llm(invariant=True), prompts(8)
     work = [good, [], [3, VOCAB], good, list(range(3, 300)), [3, VOCAB - 2], [-1], [True]]
     params = dj.SamplingParams(**GREEDY, max_tokens=4, logprobs=0)
     outs = engine.generate(work, params)
@@ -181,13 +181,17 @@ def test_ids_outside_the_vocabulary_are_errors_of_that_request(llm, prompts):
         dj.SamplingParams(**GREEDY, max_tokens=2, banned_token_ids=[VOCAB + 5]),
         dj.SamplingParams(**GREEDY, max_tokens=2, logit_bias={VOCAB: 1.0}),
     ]
-    outs = llm().generate(prompts(4, 4, 4), params)
+    outs = llm(invariant=True).generate(prompts(4, 4, 4), params)
     assert [out.error is None for out in outs] == [True, False, False]
     assert "banned_token_ids" in outs[1].error and "logit_bias" in outs[2].error
 
 
 def test_a_stream_grows_to_what_generate_gives(llm, prompts):
-    engine, work, params = llm(), prompts(6, 40, 9), dj.SamplingParams(**GREEDY, max_tokens=10)
+    engine, work, params = (
+        llm(invariant=True),
+        prompts(6, 40, 9),
+        dj.SamplingParams(**GREEDY, max_tokens=10),
+    )
     wanted = engine.generate(work, params, strict=True)
     texts, finished = {}, []
     for out in engine.stream(work, params):
@@ -201,7 +205,7 @@ def test_a_stream_grows_to_what_generate_gives(llm, prompts):
 
 
 def test_a_stream_that_is_closed_aborts_its_requests(llm, prompts):
-    engine = llm()
+    engine = llm(invariant=True)
     stream = engine.stream(prompts(6, 8), dj.SamplingParams(**GREEDY, max_tokens=200))
     first = next(stream)
     stream.close()
@@ -210,8 +214,33 @@ def test_a_stream_that_is_closed_aborts_its_requests(llm, prompts):
     assert _one(engine, prompts(6)[0], **GREEDY, max_tokens=3).error is None
 
 
+@pytest.mark.parametrize("where", ["_consume", "_dispatch", "_decode"])
+def test_an_interrupt_leaves_a_working_engine(llm, prompts, monkeypatch, where):
+    """Ctrl-C in the middle of a turn, after a donated state may have been lost."""
+    engine, work, params = llm(invariant=True), prompts(6, 8), dj.SamplingParams(**GREEDY)
+    wanted = engine.generate(work, dj.SamplingParams(**GREEDY, max_tokens=9, logprobs=0))
+    inner, calls = getattr(engine._loop, where), []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 4:
+            inner(*given)
+            raise KeyboardInterrupt
+        return inner(*given)
+
+    monkeypatch.setattr(engine._loop, where, interrupted)
+    seen = {}
+    with pytest.raises(KeyboardInterrupt):
+        for out in engine.stream(work, params):
+            seen[tuple(out.prompt_token_ids)] = out
+    monkeypatch.undo()
+    assert all(out.outputs[0].finish_reason == "abort" for out in seen.values())
+    assert len(engine._loop) == 0 and engine._loop.pages.used == 0
+    same(wanted, engine.generate(work, dj.SamplingParams(**GREEDY, max_tokens=9, logprobs=0)))
+
+
 def test_one_set_of_parameters_each(llm, prompts):
-    engine, work = llm(), prompts(5, 5)
+    engine, work = llm(invariant=True), prompts(5, 5)
     params = [dj.SamplingParams(**GREEDY, max_tokens=n) for n in (2, 5)]
     outs = engine.generate(work, params, strict=True)
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 5]
