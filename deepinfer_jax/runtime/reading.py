@@ -73,7 +73,7 @@ def read_captures(
             end = chunk.start + chunk.count
             own = rows[place, : max(end - begin, 0)]
             if sample.output.index == 0:
-                stop = len(sample.prompt) - begin
+                stop = max(len(sample.prompt) - begin, 0)  # a chunk may lie in the output
                 sample.record_prompt(name, layer, own[max(sample.prompt_seen - begin, 0) : stop])
             if chunk.last:
                 sample.record(name, layer, own[-1:])
