@@ -113,6 +113,9 @@ def test_the_end_is_reached_in_time(engines: dict[str, dj.LLM]) -> None:
         for out in engines["fixed"].generate([prompt] * 4, params, strict=True):
             assert out.outputs[0].finish_reason == "stop", (kind, out.outputs[0].text)
             assert valid(kind, out.outputs[0].text), (kind, out.outputs[0].text)
+        short = dj.SamplingParams(max_tokens=least - 1, structured=spec)
+        (out,) = engines["fixed"].generate([prompt], short, strict=True)
+        assert out.outputs[0].finish_reason == "length", kind  # no text of the grammar is so short
 
 
 def test_the_host_tier_waits_alone(engines: dict[str, dj.LLM]) -> None:
