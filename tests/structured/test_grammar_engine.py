@@ -6,6 +6,7 @@ compiled once. Outputs of all authored cases are in `test_grammar_outputs`.
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ TREE = {
 }
 ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"type": "boolean"}}}
 ARITHMETIC = 'root ::= term ([-+] term)*\nterm ::= [0-9]{1,3} | "(" root ")"'
+ADAPTIVE = {"speculate": "adaptive"}
 PALINDROME = 'root ::= "a" root "a" | "b" root "b" | ""'
 KINDS: dict[str, dict[str, Any]] = {
     "regex": {"regex": r"[a-f]{3,20}(, [0-9]+)*é?"},
@@ -64,28 +66,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def engines(folder: Path) -> dict[str, dj.LLM]:
-    """Speculation off, fixed and adaptive, rows invariant."""
+def engine(folder: Path) -> Callable[[str], dj.LLM]:
+    """An engine with speculation "off", "fixed" or "adaptive", rows invariant, made when asked."""
+    options: dict[str, Any] = {"off": {"speculate": 0}, "fixed": {}, "adaptive": ADAPTIVE}
     num = small_model.numerics(invariant=True)
-    return {
-        "off": small_model.engine(folder, num, (("speculate", 0),)),
-        "fixed": small_model.engine(folder, num, ()),
-        "adaptive": small_model.engine(folder, num, (("speculate", "adaptive"),)),
-    }
+    return lambda name: small_model.engine(folder, num, tuple(options[name].items()))
 
 
-def test_speculation_changes_no_token(engines: dict[str, dj.LLM]) -> None:
+def test_speculation_changes_no_token(engine: Callable[[str], dj.LLM]) -> None:
     """Every kind of the device tiers, some after a trigger, in a batch with free requests."""
     prompts = np.random.default_rng(4).integers(3, small_model.VOCAB - 2, (6, 9)).tolist()
     free = dj.SamplingParams(temperature=0.9, max_tokens=12, seed=1, ignore_eos=True)
-    (out,) = engines["off"].generate([prompts[0]], free, strict=True)
+    (out,) = engine("off").generate([prompts[0]], free, strict=True)
     trigger = out.outputs[0].token_ids[2:4]  # what this request says before any grammar
     specs = [*KINDS.values(), {**KINDS["json"], "trigger": trigger}, None]
     work = [prompts[0], *prompts[1:], prompts[0], prompts[3]]
     params = [
         dj.SamplingParams(temperature=0.9, max_tokens=40, seed=1, structured=spec) for spec in specs
     ]
-    found = {name: llm.generate(work, params, strict=True) for name, llm in engines.items()}
+    found = {
+        name: engine(name).generate(work, params, strict=True)
+        for name in ("off", "fixed", "adaptive")
+    }
     for name in ("fixed", "adaptive"):
         for spec, one, other in zip(specs, found["off"], found[name], strict=True):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids, (name, spec)
@@ -95,14 +97,14 @@ def test_speculation_changes_no_token(engines: dict[str, dj.LLM]) -> None:
         assert valid(kind, out.outputs[0].text), (kind, out.outputs[0].text)
     late = found["off"][-2].outputs[0]
     assert late.token_ids[2:4] == trigger and late.finish_reason == "stop"
-    after = engines["off"].tokenizer.decode(late.token_ids[4:-1])
+    after = engine("off").tokenizer.decode(late.token_ids[4:-1])
     assert valid("json", after), after
     assert sum(out.metrics.accepted_rows for out in found["fixed"]) > 0
 
 
-def test_the_end_is_reached_in_time(engines: dict[str, dj.LLM]) -> None:
+def test_the_end_is_reached_in_time(engine: Callable[[str], dj.LLM]) -> None:
     """Device tiers steer to an end, also with no token to spare; both tiers, drafts on."""
-    compiler = engines["fixed"]._loop.grammars._compiler
+    compiler = engine("fixed")._loop.grammars._compiler
     prompt = [5, 6, 7]
     for kind, spec in KINDS.items():
         least = compiler.submit(spec).result().report.min_tokens
@@ -110,18 +112,18 @@ def test_the_end_is_reached_in_time(engines: dict[str, dj.LLM]) -> None:
             dj.SamplingParams(temperature=1.2, max_tokens=least + more, seed=more, structured=spec)
             for more in (0, 1, 3, 6)
         ]
-        for out in engines["fixed"].generate([prompt] * 4, params, strict=True):
+        for out in engine("fixed").generate([prompt] * 4, params, strict=True):
             assert out.outputs[0].finish_reason == "stop", (kind, out.outputs[0].text)
             assert valid(kind, out.outputs[0].text), (kind, out.outputs[0].text)
         short = dj.SamplingParams(max_tokens=least - 1, structured=spec)
-        (out,) = engines["fixed"].generate([prompt], short, strict=True)
+        (out,) = engine("fixed").generate([prompt], short, strict=True)
         assert out.outputs[0].finish_reason == "length", kind  # no text of the grammar is so short
 
 
-def test_the_host_tier_waits_alone(engines: dict[str, dj.LLM]) -> None:
+def test_the_host_tier_waits_alone(engine: Callable[[str], dj.LLM]) -> None:
     """Verify width 1 for it, no drafts; the others take the steps that they take without it."""
     pytest.importorskip("llguidance", reason="the host tier is the extra 'grammar'")
-    llm = engines["fixed"]
+    llm = engine("fixed")
     free = dj.SamplingParams(temperature=0.8, max_tokens=24, seed=3, ignore_eos=True)
     masked = dj.SamplingParams(
         temperature=0.8, max_tokens=24, seed=3, structured={"ebnf": PALINDROME}
