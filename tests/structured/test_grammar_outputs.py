@@ -78,12 +78,14 @@ def _validator(schema: Any) -> jsonschema.Draft202012Validator:
     return jsonschema.Draft202012Validator(schema, format_checker=jsonschema.FormatChecker())
 
 
+@pytest.mark.timeout(1800)  # a minute of processor time, more on a busy machine
 def test_all_outputs_are_valid(llm: dj.LLM) -> None:
     """20 samples a case, with a few tokens to spare."""
     assert wrong(llm, samples=20, spare=8) == []
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("part", range(10))
 def test_many_longer_outputs_are_valid(llm: dj.LLM, part: int) -> None:
     """200 samples a case, 20 at a time: the running number of a request is its seed."""
