@@ -25,8 +25,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-context", type=int, default=1024, help="most tokens of all turns")
 
 
-def run(options: argparse.Namespace, device: Any) -> int:
-    """The command; device: a `platform.Request`."""
+def run(options: argparse.Namespace, device: Any, cache: Any) -> int:
+    """The command; device: a `platform.Request`; cache: folder of compiled programs."""
     from deepinfer_jax.runtime import platform
     from deepinfer_jax.runtime.engine import LLM, Shapes
     from deepinfer_jax.runtime.sampling_params import SamplingParams
@@ -41,6 +41,7 @@ def run(options: argparse.Namespace, device: Any) -> int:
         max_slots=1,
         max_context=options.max_context,
         shapes=Shapes(prefill=((1, 32), (1, 128))),
+        cache=cache,
     )
     thinking = True if options.thinking == "on" else options.thinking
     return talk(llm, params, options.max_context, system=options.system, thinking=thinking)

@@ -196,8 +196,12 @@ def _text(path: str) -> str:
 def _chat_options(parser: argparse.ArgumentParser) -> None:
     from deepinfer_jax import chat
 
-    parser.set_defaults(handler=lambda options: chat.run(options, _platform_request(options)))
+    def run(options: argparse.Namespace) -> int:
+        return chat.run(options, _platform_request(options), _cache(options))
+
+    parser.set_defaults(handler=run)
     chat.add_options(parser)
+    _cache_options(parser)
     _platform_options(parser)
 
 
@@ -302,7 +306,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     kernels.add_argument("--png", metavar="FILE", help="roofline plot (plot extra)")
     decode = actions.add_parser("decode", help="tokens/s by batch size, cost of invariant=True")
     decode.set_defaults(handler=_bench_decode)
-    decode.add_argument("--model", required=True, metavar="DIR", help="checkpoint folder")
+    decode.add_argument("--model", metavar="DIR", help="checkpoint folder; default: the demo")
     decode.add_argument("--batch", type=int, action="append", metavar="N", help="default: 1 and 32")
     decode.add_argument("--requests", type=int, default=32, help="of a run")
     decode.add_argument("--prompt", type=int, default=32, metavar="TOKENS")
@@ -316,12 +320,13 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _bench_decode(options: argparse.Namespace) -> int:
+    from deepinfer_jax import demo
     from deepinfer_jax.config import Numerics
     from deepinfer_jax.runtime import bench
 
     load = bench.Load(options.requests, options.prompt, options.tokens, options.runs)
     rows = bench.decode(
-        options.model,
+        options.model or str(demo.checkpoint()),
         load,
         batches=options.batch or [1, 32],
         numerics=Numerics.preset(options.numerics),

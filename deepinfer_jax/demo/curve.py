@@ -33,12 +33,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if first is not None:
         axes[0].axvline(first, color="grey", linestyle=":", label="stored weights from here")
     axes[0].set(xlabel="step", ylabel="nats a token", ylim=(0, 6.5), title="backbone")
-    axes[0].legend()
+    axes[0].legend(loc="center right", fontsize="small")
     draft = [line for line in lines if line["stage"] == "drafter" and "greedy" in line]
     axes[1].plot([x["step"] for x in draft], [x["greedy"] for x in draft])
     axes[1].set(xlabel="step", ylabel="tokens a step (teacher-forced)", title="drafter")
     figure.tight_layout()
-    figure.savefig(options.png, dpi=110)
+    figure.savefig(options.png, dpi=80)
     return 0
 
 

@@ -31,6 +31,7 @@ from deepinfer_jax.model.setup import Setup
 STRIDE = 8  # tokens between anchors
 FADE = 0.85
 MATRIX_RATE, RATE = 0.02, 3e-3
+MIX = {"bible": 5, "made": 3}
 
 
 def block_logits(
@@ -189,4 +190,4 @@ def train(run: Run, backbone: Flat, seconds: float) -> Flat:
         first = jnp.int32(rng.integers(STRIDE))
         return draft_step(run.cfg, draft, state, backbone, run.classes, batch, first, share)
 
-    return stage(run, "drafter", fresh, step, seconds, 0.0, lambda params, use_stored: {})
+    return stage(run, "drafter", fresh, MIX, step, seconds, 0.0, lambda params, use_stored: {})

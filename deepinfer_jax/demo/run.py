@@ -9,7 +9,7 @@ import functools
 import json
 import pickle
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,9 @@ from deepinfer_jax.demo import corpus, network, optimiser, shape, stored
 from deepinfer_jax.model import engram_hash, transformer
 from deepinfer_jax.model.setup import Setup
 
-BATCH, LENGTH = {"bible": 7, "made": 1}, 256  # sequences of each kind; the made text is easy
+LENGTH = 256  # tokens of a sequence
+BATCH = 8  # sequences of a step
+KINDS = "bible", "made"
 SETUP = functools.partial(
     Setup, numerics=Numerics(compute="float32", act_quant=False, cache_qdq=False)
 )
@@ -133,8 +135,8 @@ class Run:
         if not (folder / "streams.npz").exists():
             self._prepare(kjv)
         tokens = np.load(folder / "streams.npz")
-        self.train = {kind: tokens[kind] for kind in BATCH}
-        self.held_out = {kind: tokens[f"held_out_{kind}"] for kind in BATCH}
+        self.train = {kind: tokens[kind] for kind in KINDS}
+        self.held_out = {kind: tokens[f"held_out_{kind}"] for kind in KINDS}
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         self.cfg = ModelConfig.from_hf(config)
         self.classes = jnp.asarray(token_map(folder / "tokenizer.json", shape.VOCAB))
@@ -175,8 +177,7 @@ class Run:
         found = {}
         for kind, ids in self.held_out.items():
             cut = corpus.windows(ids, LENGTH + 1)[:most]
-            size = sum(BATCH.values())
-            parts = [cut[i : i + size] for i in range(0, len(cut) - size + 1, size)]
+            parts = [cut[i : i + BATCH] for i in range(0, len(cut) - BATCH + 1, BATCH)]
             nats = [validation(self.cfg, use_stored, params, self.classes, p) for p in parts]
             found[kind] = float(np.mean([float(n) for n in nats]))
         return found
@@ -191,13 +192,14 @@ def stage(
     run: Run,
     name: str,
     fresh: Callable[[], Flat],
+    mix: Mapping[str, int],
     step: Callable[[bool, Flat, Any, np.ndarray, Array], tuple[Flat, Any, dict[str, Array]]],
     seconds: float,
     stored_from: float,
     check: Callable[[Flat, bool], dict[str, float]],
 ) -> Flat:
     """Runs a stage for `seconds` of wall clock in all, over however many calls; the last part, from
-    the share `stored_from` on, with stored weights."""
+    the share `stored_from` on, with stored weights. mix: sequences of each kind, BATCH in all."""
     saved = run.load(name)
     if saved is None:
         params = fresh()
@@ -208,7 +210,7 @@ def stage(
         state = jax.tree.map(jnp.asarray, state)
     if used >= seconds:
         return params
-    source: Iterator[np.ndarray] = corpus.batches(run.train, run.seed + number, BATCH, LENGTH)
+    source: Iterator[np.ndarray] = corpus.batches(run.train, run.seed + number, mix, LENGTH)
     begin, shown, kept = time.monotonic() - used, time.monotonic(), time.monotonic()
     losses: list[float] = []
     while used < seconds:
@@ -224,7 +226,7 @@ def stage(
             run.log(
                 stage=name,
                 step=number,
-                tokens=number * sum(BATCH.values()) * LENGTH,
+                tokens=number * BATCH * LENGTH,
                 seconds=used,
                 stored=now_stored,
                 loss=float(np.mean(losses)),

@@ -38,6 +38,7 @@ from deepinfer_jax.demo.run import (
 MATRIX_RATE, RATE, TABLE_FACTOR = 0.02, 4e-3, 4.0
 INDEX_SHARE = 0.2
 BALANCE = 2e-3
+MIX = {"bible": 7, "made": 1}  # the generated text is easy
 STORED_FROM = 0.75
 
 
@@ -100,7 +101,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return {name: v for name, v in everything.items() if not name.startswith("draft/")}
 
     params = stage(
-        run, "backbone", fresh, backbone, options.minutes * 60, STORED_FROM, run.validate
+        run, "backbone", fresh, MIX, backbone, options.minutes * 60, STORED_FROM, run.validate
     )
     trained = drafting.train(run, params, options.draft_minutes * 60)
     if options.export is not None:
