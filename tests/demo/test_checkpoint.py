@@ -45,21 +45,6 @@ def test_it_is_a_whole_official_checkpoint_with_every_mechanism():
 
 
 @pytest.mark.slow
-def test_it_answers_and_drafts(llm):
-    """Greedy chat: the right capital, and more than one token a step."""
-    asked = [[{"role": "user", "content": f"What is the capital of {land}?"}] for land in LANDS]
-    params = dj.SamplingParams(temperature=0.0, max_tokens=24)
-    outs = llm.chat(asked, params)
-    said = [out.outputs[0].reply.content for out in outs]
-    assert sum(city in text for city, text in zip(LANDS.values(), said, strict=True)) >= 3, said
-    assert {out.outputs[0].finish_reason for out in outs} == {"stop"}
-    assert np.mean([out.metrics.tokens_per_step for out in outs]) > 1.5
-
-
-LANDS = {"France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Norway": "Oslo"}
-
-
-@pytest.mark.slow
 def test_it_was_trained(llm, texts):
     """Unseen stories: far from the uniform 8.3 nats a token."""
     scores = llm.score(texts)
