@@ -259,17 +259,30 @@ def released_draft(official, prefix, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("preset", ["float32", "reference"])
-def test_drafts_with_activation_quantisation(tiny, batch, official, preset):
-    prefix = "f32a" if preset == "float32" else "bf16"
-    for name, got in drafted(tiny(preset, act_quant=True), batch, RAGGED, 129).items():
-        ids, logits, confidence = released_draft(official, prefix, name)
-        cosine = cosines(got[1], logits).mean()
-        print(
-            f"{prefix} {name}: cosine {cosine:.4f}, confidence {np.abs(got[2] - confidence).max()}"
-        )
-        assert cosine > 0.95
-        if preset == "float32":
-            assert got[0].tolist() == ids.tolist(), name
-            np.testing.assert_allclose(got[1], logits, rtol=0, atol=2e-3, err_msg=name)
-            np.testing.assert_allclose(got[2], confidence, rtol=0, atol=2e-3, err_msg=name)
+def test_drafts_with_activation_quantisation(tiny, batch, official):
+    for name, got in drafted(tiny("float32", act_quant=True), batch, RAGGED, 129).items():
+        ids, logits, confidence = released_draft(official, "f32a", name)
+        assert got[0].tolist() == ids.tolist(), name
+        np.testing.assert_allclose(got[1], logits, rtol=0, atol=2e-3, err_msg=name)
+        np.testing.assert_allclose(got[2], confidence, rtol=0, atol=2e-3, err_msg=name)
+
+
+@pytest.mark.slow
+def test_released_drafts(tiny, batch, official):
+    """bfloat16. A block drafted after another token is another block: prompts whose last argmax is
+    not the released one (a near tie) are left out, and few may be."""
+    names = (*SHORT[1:], "len129")
+    model = tiny("reference")
+    tokens, lengths = batch(names, 129)
+    logits = jax.device_get(model.forward(tokens, lengths).logits)
+    compared = []
+    for i, (name, got) in enumerate(drafted(model, batch, names, 129).items()):
+        anchor = logits[i, lengths[i] - 1].argmax()
+        if anchor != official[f"bf16.logits.{name}"][-1].argmax():
+            continue
+        ids, want, _ = released_draft(official, "bf16", name)
+        print(f"{name}: cosine {cosines(got[1], want).mean():.4f}")
+        assert cosines(got[1], want).mean() > 0.99, name
+        assert got[0].tolist() == ids.tolist(), name
+        compared.append(name)
+    assert len(compared) >= len(names) - 1, compared

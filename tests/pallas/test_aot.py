@@ -6,31 +6,23 @@ import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 from pallas_kernels.cases import tagged
+from tests.pallas import aot
 
-AOT = Path(__file__).with_name("aot.py")
 pytestmark = pytest.mark.aot
-
-
-def load_aot():
-    spec = importlib.util.spec_from_file_location("aot", AOT)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module", params=["H200", "B200"])
 def compiled(request, tmp_path_factory):
     """The lines of one chip, compiled in a process of its own."""
-    reason = load_aot().missing()
+    reason = aot.missing()
     if reason is not None:
         pytest.skip(reason)
     folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, str(AOT), request.param, str(folder)]
+    command = [sys.executable, aot.__file__, request.param, str(folder)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
