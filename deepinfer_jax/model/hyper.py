@@ -66,7 +66,7 @@ def mixes(setup: Setup, weights: HyperWeights, streams: Float[Array, "rows n d"]
     """Predicts pre, post and comb of one sublayer from the streams at its entry."""
     with jax.named_scope("mhc_mixes"):
         cfg = setup.cfg
-        flat = streams.astype(jnp.float32).reshape(streams.shape[0], -1)
+        flat = streams.reshape(streams.shape[0], -1)
         projected = row_matmul.matmul(
             flat,
             weights.fn,

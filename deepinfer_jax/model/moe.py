@@ -104,8 +104,8 @@ def route(
     """
     with jax.named_scope("router"):
         logits = row_matmul.matmul(
-            x.astype(jnp.float32),
-            weights.gate.astype(jnp.float32),
+            x,
+            weights.gate,
             out_dtype=jnp.float32,
             invariant=setup.numerics.invariant,
             implementation=setup.kernels["row_matmul"],

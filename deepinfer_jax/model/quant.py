@@ -50,8 +50,8 @@ def store_entry(kv: Float[Array, "*lead d"], cache_qdq: bool) -> Stored:
     groups = kv.astype(jnp.float32).reshape(*kv.shape[:-1], -1, ENTRY_GROUP)
     amax = jnp.maximum(jnp.max(jnp.abs(groups), axis=-1), ENTRY_AMAX_FLOOR)
     # Beyond 448 a cast to e4m3 gives NaN.
-    scale = jnp.minimum(amax / jnp.float32(6), E4M3_MAX).astype(jnp.float8_e4m3fn)
-    return encode_e2m1(groups, scale.astype(jnp.float32), kv.shape), scale
+    scale = formats.round_e4m3(jnp.minimum(amax / jnp.float32(6), E4M3_MAX))
+    return encode_e2m1(groups, scale, kv.shape), scale.astype(jnp.float8_e4m3fn)
 
 
 def load_entry(stored: Stored, dtype: jnp.dtype) -> Float[Array, "*lead d"]:

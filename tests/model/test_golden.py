@@ -12,6 +12,9 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.model.capture import NAMES
+from tests.golden.values import TINY
+from tests.oracle.model import Model
+from tests.oracle.rules import Rules
 
 RAGGED = ("len7", "len40", "len129")
 SHORT = ("len1", "len7", "text", "len40", "eos_mid")
@@ -178,6 +181,21 @@ def test_logits_with_activation_quantisation(forward, official):
     assert sorted(worst.values())[1] < 5e-5, worst
 
 
+@pytest.mark.parametrize(
+    ("mixing", "names"),
+    [(np.float64, ("len1", "len40")), (np.float32, ("len1", "len7", "text"))],
+    ids=["float64", "float32"],
+)
+def test_rounding_points_are_the_released_ones(mixing, names, golden, official):
+    """The transcription equals the released bfloat16 code at every position of these prompts, each
+    under one of two orders of mHC's float32 sums: no rounding is missing and none is too many."""
+    rules = Rules(act_quant=True, cache_qdq=True, half=True, mixing=mixing)
+    model = Model(TINY, golden["engram.token_map"], rules)
+    for name in names:
+        logits = model.run(golden[f"ids.{name}"]).logits
+        assert distance(logits, official[f"bf16.logits.{name}"]).max() < 5e-6, name
+
+
 # Argmax agreement with the released bfloat16 code of an evaluation that rounds where it does but
 # sums in float64 (tests/oracle), rounded down: how far apart two correct programs are.
 NOISE_FLOOR = {
@@ -209,7 +227,7 @@ def test_released_numerics(forward, official):
         first = int(np.argmin(equal)) if not equal.all() else len(equal)
         print(f"{name}: cosine {cosine:.4f}, argmax {agree:.3f}, first {first} positions equal")
         assert cosine >= 0.99, name
-        assert agree >= floor - 0.03, name
+        assert agree >= floor, name
         exact += first
     # Float64 sums: 77 positions before the first departures.
     assert exact >= 50
@@ -225,7 +243,8 @@ def test_drafts(tiny, batch, golden, official, cache_qdq):
     """Ids, logits and confidences after each prompt.
 
     With cache quantisation the two producers are 2e-2 apart on len40 (one step taken differently);
-    being equal to either will do.
+    being equal to either will do. On text and eos_mid the float64 transcription is 1e-4 and 3e-3
+    from both: steps that no correct program is bound to take the same way.
     """
     prefix = "kvq_on" if cache_qdq else "kvq_off"
     names = ("len7", "len40", "text", "eos_mid")
@@ -243,7 +262,7 @@ def test_drafts(tiny, batch, golden, official, cache_qdq):
     print(prefix, [f"{distance:.1e}" for distance in worst])
     assert len(worst) == 4
     if cache_qdq:
-        assert max(worst) < 5e-2 and min(worst) < 5e-5, worst
+        assert sorted(worst)[1] < 5e-5 and max(worst) < 2e-2, worst
     else:
         assert max(worst) < 5e-5, worst
 

@@ -16,10 +16,12 @@ from tests.oracle.rules import Rules, best, gap, norm
 
 
 def frequencies(cfg: dict, compressed: bool) -> np.ndarray:
-    """Radians a token of each rotated pair."""
+    """float32 radians a token of each rotated pair, every step rounded as in the released code."""
+    single = np.float32
     r = cfg["qk_rope_head_dim"]
     theta = cfg["compress_rope_theta"] if compressed else cfg["rope_theta"]
-    plain = np.array([theta ** (-2 * i / r) for i in range(r // 2)])
+    exponent = np.arange(0, r, 2, dtype=single) / single(r)
+    plain = single(1) / (float(theta) ** exponent.astype(np.float64)).astype(single)
     if not compressed:
         return plain
     yarn = cfg["rope_scaling"]
@@ -30,20 +32,25 @@ def frequencies(cfg: dict, compressed: bool) -> np.ndarray:
 
     low = max(math.floor(dimension(yarn["beta_fast"])), 0)
     high = min(math.ceil(dimension(yarn["beta_slow"])), r - 1)
-    ramp = np.clip((np.arange(r // 2) - low) / max(high - low, 0.001), 0, 1)
-    return plain / yarn["factor"] * ramp + plain * (1 - ramp)
+    ramp = (np.arange(r // 2, dtype=single) - single(low)) / single(max(high - low, 0.001))
+    smooth = single(1) - np.clip(ramp, 0, 1)
+    return plain / single(yarn["factor"]) * (single(1) - smooth) + plain * smooth
 
 
 def rotate(x: np.ndarray, position, inverse_frequency: np.ndarray, sign: int = 1) -> np.ndarray:
-    """x [s, ..., d]: neighbouring pairs of the last channels turned by position * frequency."""
+    """x [s, ..., d]: neighbouring pairs of the last channels turned by position * frequency.
+
+    In float32, one rounding an operation, as the released code does: a bfloat16 that is rounded
+    from it falls the other way often enough to show after a few tokens.
+    """
     turned = x.copy()
     start = x.shape[-1] - 2 * len(inverse_frequency)
-    for row, p in enumerate(position):
-        for i, speed in enumerate(inverse_frequency):
-            number = x[row, ..., start + 2 * i] + 1j * x[row, ..., start + 2 * i + 1]
-            number = number * np.exp(1j * sign * float(np.float32(p) * np.float32(speed)))
-            turned[row, ..., start + 2 * i] = number.real
-            turned[row, ..., start + 2 * i + 1] = number.imag
+    angle = np.asarray(position, np.float32)[:, None] * inverse_frequency[None, :]
+    angle = angle.astype(np.float64).reshape(len(x), *[1] * (x.ndim - 2), angle.shape[1])
+    cos, sin = np.cos(angle).astype(np.float32), (sign * np.sin(angle)).astype(np.float32)
+    even, odd = (x[..., start + place :: 2].astype(np.float32) for place in (0, 1))
+    turned[..., start::2] = even * cos - odd * sin
+    turned[..., start + 1 :: 2] = even * sin + odd * cos
     return turned
 
 

@@ -6,12 +6,12 @@ sublayer's output is added) and comb (how streams mix; rows are sources, columns
 
 import numpy as np
 
-from tests.oracle.rules import Rules, rms, sigmoid
+from tests.oracle.rules import Rules, exp, rms, sigmoid
 
 
 def sinkhorn(logits: np.ndarray, iterations: int, eps: float) -> np.ndarray:
     """[n, n] -> nearly doubly stochastic; the last step normalises columns."""
-    a = np.exp(logits - logits.max(axis=1, keepdims=True))
+    a = exp(logits - logits.max(axis=1, keepdims=True))
     a = a / a.sum(axis=1, keepdims=True) + eps
     a = a / (a.sum(axis=0, keepdims=True) + eps)
     for _ in range(iterations - 1):
@@ -29,12 +29,13 @@ def split(m: np.ndarray, scale: np.ndarray, base: np.ndarray, cfg: dict) -> tupl
     return pre, post, sinkhorn(square, cfg["hc_sinkhorn_iters"], eps)
 
 
-def mixes(streams: np.ndarray, fn, base, scale, cfg: dict) -> tuple:
+def mixes(rules: Rules, streams: np.ndarray, fn, base, scale, cfg: dict) -> tuple:
     """streams [s, n, d] -> pre [s, n], post [s, n], comb [s, n, n]."""
+    fn, base, scale = (part.astype(rules.mixing) for part in (fn, base, scale))
     parts = []
-    for token in streams:
+    for token in streams.astype(rules.mixing):
         flat = token.reshape(-1)
-        m = (fn @ flat) * rms(flat, cfg["rms_norm_eps"])
+        m = (fn * flat).sum(axis=-1) * rms(flat, cfg["rms_norm_eps"])
         parts.append(split(m, scale, base, cfg))
     return tuple(np.stack(part) for part in zip(*parts, strict=True))
 
@@ -46,5 +47,9 @@ def collapse(rules: Rules, streams: np.ndarray, pre: np.ndarray) -> np.ndarray:
 
 def write_back(rules: Rules, out: np.ndarray, streams: np.ndarray, post, comb) -> np.ndarray:
     """X'_j = post_j out + sum_i comb_ij X_i."""
-    mixed = np.einsum("sij,sid->sjd", comb, streams)
-    return rules.out(post[:, :, None] * out[:, None, :] + mixed)
+    wide = streams.astype(rules.mixing)
+    mixed = comb[:, 0, :, None] * wide[:, 0, None, :]
+    for i in range(1, wide.shape[1]):
+        mixed = mixed + comb[:, i, :, None] * wide[:, i, None, :]
+    new = post[:, :, None] * out.astype(rules.mixing)[:, None, :]
+    return rules.out((new + mixed).astype(streams.dtype))

@@ -113,7 +113,7 @@ class Model:
 
         def mixes(which: str, streams: np.ndarray) -> tuple:
             parts = (store[f"{prefix}.{which}_{part}"] for part in ("fn", "base", "scale"))
-            return hyper.mixes(streams, *parts, cfg)
+            return hyper.mixes(rules, streams, *parts, cfg)
 
         next_pre, post, comb = mixes("hc_attn", streams)
         x = hyper.collapse(rules, streams, pre)

@@ -2,7 +2,8 @@
 
 Products are float64 whatever the rules, so with `half` every module output is the bfloat16 nearest
 to the exact result of its rounded inputs: what the released code computes up to the order of its
-float32 sums.
+float32 sums. Those orders are not known, and a value near a bfloat16 midpoint shows them; `mixing`
+chooses between two correct ones for mHC, whose sums decide nearly all of it.
 """
 
 from typing import NamedTuple
@@ -14,11 +15,12 @@ from tests.oracle import formats
 
 class Rules(NamedTuple):
     """act_quant: FP8 inputs of FP8 and FP4 products; cache_qdq: caches through their formats;
-    half: modules hand over bfloat16."""
+    half: modules hand over bfloat16; mixing: what mHC computes in (float32: pairwise sums)."""
 
     act_quant: bool = False
     cache_qdq: bool = False
     half: bool = False
+    mixing: type = np.float64
 
     def out(self, x: np.ndarray) -> np.ndarray:
         """A module's output."""
@@ -43,8 +45,13 @@ def norm(rules: Rules, x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndar
     return rules.out(weight * (x * rms(x, eps)))
 
 
+def exp(x: np.ndarray) -> np.ndarray:
+    """Correctly rounded, whatever vector unit numpy was built for."""
+    return np.exp(x.astype(np.float64)).astype(x.dtype)
+
+
 def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 1 / (1 + np.exp(-x))
+    return 1 / (1 + exp(-x))
 
 
 def silu(x: np.ndarray) -> np.ndarray:
