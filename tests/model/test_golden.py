@@ -196,17 +196,18 @@ def test_rounding_points_are_the_released_ones(mixing, names, golden, official):
         assert distance(logits, official[f"bf16.logits.{name}"]).max() < 5e-6, name
 
 
-# Argmax agreement with the released bfloat16 code of an evaluation that rounds where it does but
-# sums in float64 (tests/oracle), rounded down: how far apart two correct programs are.
+# Argmax agreement with the released bfloat16 code, the lowest of evaluations that round where it
+# does and only sum in another order: the two that the producer measured (PROVENANCE.md) and the
+# transcription with float64 or float32 rotary angles and mHC sums, rounded down.
 NOISE_FLOOR = {
     "len1": 1.0,
     "len7": 0.85,
-    "text": 1.0,
+    "text": 0.88,
     "len40": 0.95,
     "eos_mid": 0.85,
-    "len129": 0.91,
+    "len129": 0.88,
     "repeat": 0.88,
-    "len200": 0.87,
+    "len200": 0.84,
     "len300": 0.75,
 }
 
