@@ -248,10 +248,12 @@ def test_a_source_that_changed_is_not_mixed_in(broken, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+# A test run started in the background ignores SIGINT, and so would its children.
 SLOWLY = """
-import sys, time
+import signal, sys, time
 from converters import from_hf, to_hf, workers
 
+signal.signal(signal.SIGINT, signal.default_int_handler)
 check = workers.Workers.check
 
 def slow(self):
