@@ -1,6 +1,7 @@
 """Restoring onto 1, 2, 4 and 8 devices reads the bytes of their slices, and each once."""
 
 import math
+import time
 
 import jax
 import numpy as np
@@ -64,8 +65,14 @@ def values(name: str) -> np.ndarray:
 
 
 def bytes_read() -> int:
-    (metric,) = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read")
-    return metric["values"][0]["value"]
+    """Bytes read so far; tensorstore may count a read a moment after it hands the data over."""
+    counts = []
+    while len(counts) < 2 or counts[-1] != counts[-2]:
+        time.sleep(0.005)
+        name = "/tensorstore/kvstore/file/bytes_read"
+        (metric,) = ts.experimental_collect_matching_metrics(name)
+        counts.append(metric["values"][0]["value"])
+    return counts[-1]
 
 
 RULES = {

@@ -117,7 +117,7 @@ def test_the_golden_data_would_show_these_mistakes(golden, monkeypatch):
     assert departs(golden, "len7", lambda model: None) > 0.1, "comb transposed"
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("compute", ["bfloat16", "float32"])
 def test_invariant_rows(compute, tmp_path):
     """With `invariant` a row's bits depend neither on the batch nor on the padded length."""
