@@ -73,6 +73,7 @@ def engine(folder: Path) -> Callable[[str], dj.LLM]:
     return lambda name: small_model.engine(folder, num, tuple(options[name].items()))
 
 
+@pytest.mark.slow
 def test_speculation_changes_no_token(engine: Callable[[str], dj.LLM]) -> None:
     """Every kind of the device tiers, some after a trigger, in a batch with free requests."""
     prompts = np.random.default_rng(4).integers(3, small_model.VOCAB - 2, (6, 9)).tolist()
