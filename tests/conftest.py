@@ -36,3 +36,11 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def programs_are_let_go():
+    """XLA:CPU maps every kernel that it compiles, thousands a model, and Linux ends a process with
+    more than 65,530 mappings: a module's programs go with it. They stay in the cache on disk."""
+    yield
+    jax.clear_caches()

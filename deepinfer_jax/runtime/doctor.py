@@ -19,7 +19,7 @@ from typing import Any
 from deepinfer_jax.runtime import platform
 
 PATIENCE_S = 600.0
-JAX_RANGE = ("0.11.2", "0.13")
+JAX_RANGE = ("0.11.2", "0.12")
 NEEDED = (
     "jax",
     "flax",
