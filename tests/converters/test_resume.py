@@ -19,19 +19,25 @@ from tests.converters.trees import same_tree
 ROOT = Path(__file__).parents[2]
 
 
+def interrupt(monkeypatch, owner, name: str, work, source: Path, target: Path) -> None:
+    """A conversion stopped from the keyboard where it would call `owner.name`."""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, stop)
+        with pytest.raises(KeyboardInterrupt):
+            work.convert(source, target, quiet=True)
+
+
 def test_resuming_writes_only_what_is_left(checkpoint, tmp_path, monkeypatch):
     """Pieces in the journal are not written again; a torn last line is."""
     target = tmp_path / "out"
     journal = tmp_path / "out.partial" / "journal.jsonl"
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(from_hf, "COMMIT_BYTES", 2**18)
-    with monkeypatch.context() as patch:
-        patch.setattr(from_hf.store, "write_metadata", stop)
-        with pytest.raises(KeyboardInterrupt):
-            from_hf.convert(checkpoint, target, quiet=True)
+    interrupt(monkeypatch, from_hf.store, "write_metadata", from_hf, checkpoint, target)
     lines = journal.read_text().splitlines(keepends=True)
     kept = len(lines) // 2
     journal.write_text("".join(lines[:kept]) + lines[kept][:20])
@@ -53,13 +59,7 @@ def converted_problems(path: Path):
 
 
 def test_another_source_or_option_is_not_mixed_in(checkpoint, tmp_path, monkeypatch):
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(from_hf.store, "write_metadata", stop)
-        with pytest.raises(KeyboardInterrupt):
-            from_hf.convert(checkpoint, tmp_path / "out", quiet=True)
+    interrupt(monkeypatch, from_hf.store, "write_metadata", from_hf, checkpoint, tmp_path / "out")
     with pytest.raises(CheckpointError, match="left by a conversion with other options"):
         from_hf.convert(checkpoint, tmp_path / "out", text_only=True, quiet=True)
     out = from_hf.convert(checkpoint, tmp_path / "out", text_only=True, restart=True, quiet=True)
@@ -176,13 +176,7 @@ def test_the_last_tensor_is_checked_before_a_file_counts_as_whole(
 ):
     """Killed between the last byte of a file and the comparison of its last digest."""
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(to_hf.Target, "finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            to_hf.convert(converted_folder, tmp_path / "back", quiet=True)
+    interrupt(monkeypatch, to_hf.Target, "finish", to_hf, converted_folder, tmp_path / "back")
     file = tmp_path / "back.partial" / "journal.jsonl"
     file.write_text(file.read_text().replace('"whole": true', '"whole": false'))
     shard = sorted((tmp_path / "back.partial").glob("*.safetensors"))[0]
@@ -204,13 +198,7 @@ def test_a_journalled_file_must_still_be_there(
         "to_hf": (converted_folder, checkpoint, to_hf),
     }[direction]
 
-    def stop(*_):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(work.Target, "finish", stop)
-        with pytest.raises(KeyboardInterrupt):
-            work.convert(source, tmp_path / "out", quiet=True)
+    interrupt(monkeypatch, work.Target, "finish", work, source, tmp_path / "out")
     records = [r for r in journal(tmp_path / "out.partial").values() if r["whole"]]
     assert len(records) >= 3
     for record in records[1::2]:
