@@ -64,13 +64,14 @@ def block_logits(
     streams = hyper.expand(weights.embed[rows.token], cfg)
     pre = hyper.first_pre(rows.size, cfg)
     for stage_weights in draft.stages:
-
-        def attend(x: Array, weights=stage_weights.attn) -> tuple[Array, None]:
-            return _attend(setup, weights, rows, context, x, main, seen, stored), None
-
-        streams, pre, _, _ = network.block(
-            setup, stage_weights, streams, pre, attend, cfg.dspark_num_experts_per_tok
-        )
+        mix = hyper.mixes(setup, stage_weights.hc_attn, streams)
+        x = rms_norm(hyper.collapse(streams, pre), stage_weights.attn_norm, cfg.rms_norm_eps)
+        out = _attend(setup, stage_weights.attn, rows, context, x, main, seen, stored)
+        streams = network.write_back(out, streams, mix)
+        after = hyper.mixes(setup, stage_weights.hc_ffn, streams)
+        x = rms_norm(hyper.collapse(streams, mix.pre), stage_weights.ffn_norm, cfg.rms_norm_eps)
+        out, _ = network.experts(setup, stage_weights.ffn, x, cfg.dspark_num_experts_per_tok)
+        streams, pre = network.write_back(out, streams, after), after.pre
     x = hyper.collapse(streams, pre)
     base = head_logits(setup, x, draft.norm, weights.head)
     before = draft.markov_embed[block.reshape(-1)]

@@ -12,7 +12,6 @@ cross-entropy between attention's own distribution over all visible entries and 
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -95,36 +94,21 @@ def forward(
             streams = engram.add_memory(setup, layer.engram, memory, streams)
         if plan.tap:
             taps.append(jnp.mean(streams, axis=1))
-
-        def attend(x: Array, plan=plan, layer=layer, shared=shared) -> tuple[Array, Any]:
-            out, *found = _attention(setup, plan, layer.attn, rows, empty, x, shared, stored)
-            return out, found
-
-        streams, pre, (shared, loss), load = block(
-            setup, layer, streams, pre, attend, cfg.num_experts_per_tok
-        )
+        mix = hyper.mixes(setup, layer.hc_attn, streams)
+        x = rms_norm(hyper.collapse(streams, pre), layer.attn_norm, cfg.rms_norm_eps)
+        out, shared, loss = _attention(setup, plan, layer.attn, rows, empty, x, shared, stored)
         index_loss += loss
+        streams = write_back(out, streams, mix)
+        after = hyper.mixes(setup, layer.hc_ffn, streams)
+        x = rms_norm(hyper.collapse(streams, mix.pre), layer.ffn_norm, cfg.rms_norm_eps)
+        out, load = experts(setup, layer.ffn, x, cfg.num_experts_per_tok)
         loads.append(load)
+        streams, pre = write_back(out, streams, after), after.pre
     x = hyper.collapse(streams, pre)
     logits = head_logits(setup, x, weights.norm, weights.head)
     return Outcome(
         logits.reshape(*tokens.shape, -1), jnp.concatenate(taps, axis=-1), loads, index_loss
     )
-
-
-def block(
-    setup: Setup, weights: Any, streams: Array, pre: Array, attend: Callable, taken: int
-) -> tuple[Array, Array, Any, Array]:
-    """model/block.py with all experts computed: streams, pre, what else `attend` found, rows an
-    expert took."""
-    eps = setup.cfg.rms_norm_eps
-    mix = hyper.mixes(setup, weights.hc_attn, streams)
-    out, found = attend(rms_norm(hyper.collapse(streams, pre), weights.attn_norm, eps))
-    streams = write_back(out, streams, mix)
-    after = hyper.mixes(setup, weights.hc_ffn, streams)
-    x = rms_norm(hyper.collapse(streams, mix.pre), weights.ffn_norm, eps)
-    out, load = experts(setup, weights.ffn, x, taken)
-    return write_back(out, streams, after), after.pre, found, load
 
 
 def write_back(
