@@ -11,7 +11,7 @@ from collections import namedtuple
 
 import pytest
 
-from converters import check, from_hf, to_hf
+from converters import check, from_hf, to_hf, workers
 from converters.source import CheckpointError
 from deepinfer_jax.runtime import checkpoint as checkpoints
 from tests.converters.trees import same_tree
@@ -26,11 +26,35 @@ def start(convert, *args) -> multiprocessing.Process:
     return process
 
 
-def kill_after(process: multiprocessing.Process, seconds: float) -> None:
-    process.join(seconds)
-    if process.is_alive():
-        os.kill(process.pid, signal.SIGKILL)
+def counted(convert, moment, delay, total, *args) -> None:
+    """A conversion in a child: `total` is how often it checked for an end or synced a file; at
+    `moment` of these, `delay` seconds later, it is killed while its other threads go on."""
+
+    def at(function):
+        def then(*args):
+            with total.get_lock():
+                total.value += 1
+                last = total.value == moment
+            if last:
+                time.sleep(delay)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args)
+
+        return then
+
+    workers.Workers.check = at(workers.Workers.check)
+    os.fsync, os.sync = at(os.fsync), at(os.sync)
+    convert(*args, quiet=True)
+
+
+def convert_until(moment: int, delay: float, convert, *args) -> int:
+    """Convert in a child that is killed at `moment` (0: never); the moments it came to."""
+    total = processes.Value("i", 0)
+    process = processes.Process(target=counted, args=(convert, moment, delay, total, *args))
+    process.start()
     process.join()
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return total.value
 
 
 @pytest.mark.parametrize("direction", ["from_hf", "to_hf"])
@@ -41,17 +65,16 @@ def test_killed_at_random_moments(chains, direction, checkpoint, converted_folde
         "from_hf": (checkpoint, converted_folder, from_hf.convert),
         "to_hf": (converted_folder, checkpoint, to_hf.convert),
     }[direction]
-    began = time.monotonic()
-    start(convert, source, tmp_path / "timing").join()
-    whole = time.monotonic() - began
+    moments = convert_until(0, 0, convert, source, tmp_path / "counted")
     rng = random.Random(f"{direction}{chains}")
     unfinished = complete = 0
     for chain in range(chains):
         target = tmp_path / f"out{chain}"
         partial = target.with_name(target.name + ".partial")
         for _ in range(5):
-            kill_after(start(convert, source, target), rng.uniform(0, 0.8 * whole))
-            if target.exists():  # it was quicker than the kill: then it is whole
+            moment, delay = rng.randint(1, moments), rng.uniform(0, 2e-3)
+            convert_until(moment, delay, convert, source, target)
+            if target.exists():  # resumed, it had fewer moments than that left: then it is whole
                 assert same_tree(wanted, target)
                 shutil.rmtree(target)
                 complete += 1
@@ -64,7 +87,7 @@ def test_killed_at_random_moments(chains, direction, checkpoint, converted_folde
         assert same_tree(wanted, convert(source, target, quiet=True))
         assert not partial.exists()
         shutil.rmtree(target)
-    assert unfinished >= chains, (unfinished, complete)
+    assert unfinished >= 2 * chains, (unfinished, complete)
 
 
 @pytest.fixture

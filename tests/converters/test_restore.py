@@ -68,7 +68,7 @@ def bytes_read() -> int:
     """Bytes read so far; tensorstore may count a read a moment after it hands the data over."""
     counts = []
     while len(counts) < 2 or counts[-1] != counts[-2]:
-        time.sleep(0.005)
+        time.sleep(0.02)
         name = "/tensorstore/kvstore/file/bytes_read"
         (metric,) = ts.experimental_collect_matching_metrics(name)
         counts.append(metric["values"][0]["value"])

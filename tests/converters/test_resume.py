@@ -236,19 +236,25 @@ def test_a_source_that_changed_is_not_mixed_in(broken, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-# A test run started in the background ignores SIGINT, and so would its children.
-SLOWLY = """
+# After a few pieces it says so and waits. A test run started in the background ignores SIGINT, and
+# so would its children.
+WAITING = """
 import signal, sys, time
 from converters import from_hf, to_hf, workers
 
 signal.signal(signal.SIGINT, signal.default_int_handler)
 check = workers.Workers.check
+checks = iter(range(12))
 
-def slow(self):
-    time.sleep(0.05)
-    check(self)
+def wait(self):
+    left = next(checks, None)
+    if left == 11:
+        print("waiting", flush=True)
+    while left is None:
+        check(self)
+        time.sleep(0.01)
 
-workers.Workers.check = slow
+workers.Workers.check = wait
 sys.exit({"from_hf": from_hf, "to_hf": to_hf}[sys.argv[1]].main(sys.argv[2:]))
 """
 
@@ -261,12 +267,10 @@ def test_interrupted_from_the_keyboard(direction, checkpoint, converted_folder, 
         "to_hf": (converted_folder, checkpoint, to_hf),
     }[direction]
     target, partial = tmp_path / "out", tmp_path / "out.partial"
-    command = [sys.executable, "-c", SLOWLY, direction, str(source), str(target), "--quiet"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    while not list(partial.rglob("*.safetensors" if work is to_hf else "c")):
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    time.sleep(1)
+    command = [sys.executable, "-c", WAITING, direction, str(source), str(target), "--quiet"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen(command, cwd=ROOT, text=True, **pipes)
+    assert process.stdout.readline() == "waiting\n"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate()
     assert process.returncode == 130
