@@ -65,12 +65,14 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
     "deepinfer_jax.demo.report": RUNTIME | DEMO | {"deepinfer_jax"},
+    "deepinfer_jax.bench": RUNTIME | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
+    "deepinfer_jax.bench.counts": BASE,
     "deepinfer_jax.chat": RUNTIME,
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
     | CONVERTERS
     | DEMO
-    | {"deepinfer_jax.chat", "deepinfer_jax.lab", "deepinfer_jax"},
+    | {"deepinfer_jax.bench", "deepinfer_jax.chat", "deepinfer_jax.lab", "deepinfer_jax"},
     "converters.safetensors_io": set(),
     "converters.names": BASE | {"deepinfer_jax.model", "converters.safetensors_io"},
     "converters": READERS | BASE | {"deepinfer_jax.model"},

@@ -1,7 +1,8 @@
-"""Collectives of a compiled program, read from XLA's text after SPMD partitioning.
+"""Collectives and products of a compiled program, read from XLA's text.
 
-That pass's dump has the true types (the CPU backend later widens bf16 collectives to f32). A while
-loop's trips come from its condition, ``counter < constant``; any other condition depends on data.
+Collectives are read after SPMD partitioning: that pass's dump has the true types (the CPU backend
+later widens bf16 collectives to f32). A while loop's trips come from its condition, ``counter <
+constant``; any other condition depends on data.
 Groups of devices appear as lists ``{{0,4},{1,5}}``, as iotas ``[4,16]<=[16,4]T(1,0)`` and as mesh
 axes ``mesh['data'=2,'expert'=4] {'expert'}``; all are turned into the axes of the caller's mesh.
 """
@@ -40,6 +41,56 @@ def collectives(text: str, axes: Mapping[str, int]) -> list[Collective]:
     return list(_walk(computations, entry, axes, 1, False))
 
 
+def products(text: str) -> float:
+    """FLOP of every dot the entry computation executes, 2 m n k each.
+
+    Raises ValueError for a loop with dots whose trips depend on data, and for a product handed to a
+    library (a custom call), whose shapes are not read.
+    """
+    computations, entry = _split(text)
+    return _products(computations, entry)
+
+
+def _products(computations: dict[str, _Computation], name: str) -> float:
+    found, types = 0.0, {line["name"]: line["type"] for line in computations[name].lines}
+    for match in computations[name].lines:
+        op, rest = match["op"], match["rest"]
+        if op == "dot":
+            operand = re.search(r"%([\w.\-]+)", rest)
+            axes = re.search(r"lhs_contracting_dims=\{([\d,]+)\}", rest)
+            if operand is None or axes is None:
+                raise ValueError(f"{match['name']}: a dot that is not understood: {rest[:120]}")
+            shape = _dimensions(types[operand[1]])
+            depth = math.prod(shape[int(axis)] for axis in axes[1].split(","))
+            found += 2.0 * depth * math.prod(_dimensions(match["type"]))
+        elif op == "while":
+            inside = _products(computations, _attribute(rest, "body"))
+            known = re.search(r'"known_trip_count":\{"n":"(\d+)"\}', rest)
+            trips = int(known[1]) if known else _trips(computations, _attribute(rest, "condition"))
+            if inside and trips is None:
+                raise ValueError(f"{match['name']}: a loop with products, its trips are not known")
+            found += inside * (trips or 1)
+        elif op == "conditional":
+            found += max(_products(computations, one) for one in _branches(rest))
+        elif op in ("call", "fusion", "map"):
+            key = "calls" if op == "fusion" else "to_apply"
+            found += _products(computations, _attribute(rest, key))
+        elif op == "custom-call" and re.search(r'target="[^"]*(gemm|matmul|conv)', rest):
+            raise ValueError(f"{match['name']}: a product in a library: {rest[:120]}")
+    return found
+
+
+def _branches(rest: str) -> list[str]:
+    if branches := re.search(r"branch_computations=\{(.*?)\}", rest):
+        return [branch.strip().lstrip("%") for branch in branches[1].split(",")]
+    return [_attribute(rest, "true_computation"), _attribute(rest, "false_computation")]
+
+
+def _dimensions(text: str) -> list[int]:
+    shape = _SHAPE.search(text)
+    return [int(dim) for dim in shape[2].split(",") if dim] if shape else []
+
+
 def _split(text: str) -> tuple[dict[str, _Computation], str]:
     found: dict[str, _Computation] = {}
     entry, current = "", None
@@ -75,13 +126,9 @@ def _walk(
             body = _attribute(rest, "body")
             yield from _walk(computations, body, axes, times * (trips or 1), dynamic or not trips)
         elif op == "conditional":
-            branches = re.search(r"branch_computations=\{(.*?)\}", rest)
-            names = (
-                [branch.strip().lstrip("%") for branch in branches[1].split(",")]
-                if branches
-                else [_attribute(rest, "true_computation"), _attribute(rest, "false_computation")]
-            )
-            options = [list(_walk(computations, one, axes, times, dynamic)) for one in names]
+            options = [
+                list(_walk(computations, one, axes, times, dynamic)) for one in _branches(rest)
+            ]
             yield from max(options, key=lambda found: sum(one.bytes * one.times for one in found))
         elif op == "call":
             yield from _walk(computations, _attribute(rest, "to_apply"), axes, times, dynamic)

@@ -69,7 +69,9 @@ def measure(function: Callable[..., Any], args: tuple, costs: Costs | None = Non
     """Trace ``function`` on abstract arguments (ShapeDtypeStruct trees) and count."""
     costs = costs or Costs()
     with pallas_kernels.stand_in(costs):
-        closed = jax.jit(function).trace(*args).jaxpr
+        # A function of its own: jax keeps traces, and this one must neither be found where the
+        # real kernels are wanted nor an earlier one be found here.
+        closed = jax.jit(lambda *args: function(*args)).trace(*args).jaxpr
     paths, _ = jax.tree_util.tree_flatten_with_path(args)
     names = [path_name(path) for path, _ in paths]
     walk = _Walk(costs)
