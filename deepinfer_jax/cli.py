@@ -297,6 +297,8 @@ def _layout(options: argparse.Namespace) -> int:
 
 
 def _bench_options(parser: argparse.ArgumentParser) -> None:
+    from deepinfer_jax.bench import commands
+
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     kernels = actions.add_parser("kernels", help="every kernel over its released shapes")
     kernels.set_defaults(handler=_bench_kernels)
@@ -317,6 +319,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     decode.add_argument("--breakdown", action="store_true", help="time the device's steps too")
     decode.add_argument("--json", action="store_true")
     _cache_options(decode)
+    commands.add_options(actions, _platform_options)
 
 
 def _bench_decode(options: argparse.Namespace) -> int:

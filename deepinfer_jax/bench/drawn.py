@@ -22,6 +22,8 @@ from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.spec import Param
 
+SMALL = 1 << 16
+
 
 def materialise(tree: Any, seed: int = 0) -> Any:
     """The tree on the default device: `Param` leaves drawn there, arrays copied."""
@@ -29,8 +31,10 @@ def materialise(tree: Any, seed: int = 0) -> Any:
     def leaf(path: tuple[Any, ...], one: Any) -> Any:
         if not isinstance(one, Param):
             return jax.device_put(one)
-        key = jax.random.fold_in(jax.random.key(seed), zlib.crc32(spec.path_name(path).encode()))
-        return _draw(one, key)
+        number = zlib.crc32(spec.path_name(path).encode())
+        if one.size <= SMALL:  # a program each would take longer
+            return jax.device_put(spec.random(one, (seed << 32) + number))
+        return _draw(one, jax.random.fold_in(jax.random.key(seed), number))
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
 

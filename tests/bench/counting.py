@@ -58,4 +58,5 @@ def compiled(function: Any, *args: Any) -> float:
     """FLOP of the products in what XLA compiled."""
     with pallas_kernels.stand_in(_kernel):
         text = jax.jit(lambda *args: function(*args)).lower(*args).compile().as_text()
+    assert text is not None
     return hlo.products(text)

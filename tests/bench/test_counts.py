@@ -134,7 +134,7 @@ def test_the_formula_against_the_traced_layer(layer: int, rows: Rows) -> None:
     assert one.needed.flops <= one.executed.flops * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("rows", [DECODE[0], PREFILL], ids=str)
+@pytest.mark.parametrize("rows", [DECODE[0], slow(PREFILL)], ids=str)
 def test_weight_bytes_against_the_traced_layers(rows: Rows) -> None:
     one = slices.layers(RELEASED, KINDS, Numerics(), rows)
     work = program.measure(one.turn, arguments(one), kernels.Costs())

@@ -1,0 +1,168 @@
+"""Sweeps over slices, as JSON lines: one record a point, with every condition of its figure.
+
+    prefill   tokens a step, in prompts of one length
+    decode    requests a device x rows verified a request, at one context length
+
+Synthetic weights accept no drafts worth mentioning, so a step's tokens are not measured: with an
+acceptance profile (share of drafts that stand, by place, each given the ones before it) a record
+has the tokens that the measured step would give, 1 + a1 + a1 a2 + ...; else only rows a second.
+A point that does not fit the device is a record with its error.
+"""
+
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from deepinfer_jax.bench import counts, slices
+from deepinfer_jax.bench.counts import Rows
+from deepinfer_jax.bench.slices import Slice
+from deepinfer_jax.config import ModelConfig, Numerics
+from pallas_kernels import Kernels
+
+Build = Callable[[], Slice]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """What of the model is run: `layers`, or the share of one of `ranks`."""
+
+    cfg: ModelConfig
+    numerics: Numerics
+    layers: tuple[int, ...] | None = None
+    ranks: int = 64
+    draft: bool = True
+    kernels: Kernels = dataclasses.field(default_factory=Kernels.auto)
+
+    def slice(self, phase: str, rows: Rows, draft: bool) -> Slice:
+        if self.layers is not None:
+            return slices.layers(
+                self.cfg, self.layers, self.numerics, rows, tables=self.ranks, kernels=self.kernels
+            )
+        return slices.rank(
+            self.cfg, self.ranks, self.numerics, phase, rows, draft=draft, kernels=self.kernels
+        )
+
+
+def prefill(part: Part, tokens: Sequence[int], prompt: int) -> Iterator[tuple[str, Build, float]]:
+    """(name, how to build the slice, tokens a step) of each point; fewer tokens than `prompt` are
+    one shorter prompt. Raises ValueError for tokens that are not whole prompts."""
+    for count in tokens:
+        width = min(prompt, count)
+        if count % width:
+            raise ValueError(f"tokens = {count}; expected a multiple of the prompt, {prompt}")
+        rows = Rows(count // width, width)
+        name = f"prefill, {count} tokens in prompts of {width}"
+        yield name, lambda rows=rows: part.slice("prefill", rows, part.draft), float(count)
+
+
+def decode(
+    part: Part,
+    requests: Sequence[int],
+    widths: Sequence[int],
+    context: int,
+    acceptance: Sequence[float] | None,
+) -> Iterator[tuple[str, Build, float | None]]:
+    """As `prefill`; one row a request runs without a drafter. Raises ValueError."""
+    if acceptance is not None and len(acceptance) < max(widths) - 1:
+        raise ValueError(
+            f"acceptance: {len(acceptance)} places; {max(widths)} rows verify {max(widths) - 1}"
+        )
+    for width in widths:
+        if not 0 < width < context:
+            raise ValueError(f"rows = {width}; expected 1..{context - 1}")
+        each = 1.0 if width == 1 else None
+        if width > 1 and acceptance is not None:
+            each = counts.accepted(acceptance[: width - 1])
+        for many in requests:
+            rows = Rows(many, width, context - width)
+            name = f"decode, {many} requests x {width} rows, context {context}"
+            gained = None if each is None else many * each
+            yield (
+                name,
+                lambda rows=rows: part.slice("decode", rows, part.draft and rows.width > 1),
+                gained,
+            )
+
+
+def records(
+    points: Iterable[tuple[str, Build, float | None]],
+    measured: Callable[[Slice], dict[str, Any]],
+    common: dict[str, Any],
+) -> Iterator[dict[str, Any]]:
+    """A record for each point: `common`, then what `measured` says of its slice."""
+    for name, build, tokens in points:
+        found: dict[str, Any] = {"name": name, **common, "tokens_per_turn": tokens}
+        took: float | None = None
+        try:
+            found |= measured(build())
+            took = found["seconds"] and found["seconds"]["median"]
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            found |= {"seconds": None, "error": " ".join(str(error).split())[:300]}
+        fast = None if tokens is None or took is None else tokens / took
+        yield found | {"tokens_s": fast}
+
+
+def text(record: dict[str, Any]) -> str:
+    """One line for a reader."""
+    name = record["name"]
+    if "error" in record:
+        return f"{name}: does not fit: {record['error'][:100]}"
+    flop, moved = (sum(record["needed"][key].values()) for key in ("flop", "bytes"))
+    work = f"{flop / 1e12:.4g} TFLOP, {moved / 1e9:.4g} GB"
+    if record["seconds"] is None:
+        held, peak = record["traced"]["held_bytes"], record["traced"]["peak_bytes"]
+        memory = f"holds {held / 2**30:.1f} GiB and {peak / 2**30:.1f} GiB at the peak"
+        return f"{name}: {work}, {memory}; traced, not run"
+    took, reach = record["seconds"], record["reached"]
+    parts = [
+        f"{took['median'] * 1e3:.3f} ms ({took['p10'] * 1e3:.3f} to {took['p90'] * 1e3:.3f})",
+        work,
+        f"{reach['of_arithmetic']:.1%} of bf16, {reach['of_memory']:.1%} of the copy rate",
+        f"bound by {reach['bound']}, {reach['of_floor']:.1%} of its floor",
+    ]
+    if record["tokens_s"] is not None:
+        parts.append(f"{record['tokens_s']:.0f} tokens/s")
+    if "idle" in record:
+        between = record["idle"]["between"]
+        share = record["idle"]["idle"] if between is None else between
+        kind = "idle" if between is None else "idle between steps"
+        parts.append(f"{share:.2%} {kind}")
+    return f"{name}: " + ", ".join(parts)
+
+
+def report(found: Iterable[dict[str, Any]], out: str | None, as_json: bool) -> int:
+    """Prints every record when it is known and appends it to a file; the exit code: 1 if a point
+    does not fit."""
+    failed = False
+    for record in found:
+        line = json.dumps(record)
+        failed |= "error" in record
+        if out is not None:
+            with Path(out).open("a", encoding="utf-8") as file:
+                file.write(line + "\n")
+        print(line if as_json else text(record), flush=True)
+    return int(failed)
+
+
+def read(paths: Sequence[str]) -> list[dict[str, Any]]:
+    """Records of JSONL files. Raises ValueError naming file and line."""
+    found = []
+    for path in paths:
+        for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+            try:
+                found.append(json.loads(line))
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{path}:{number}: no JSON ({error})") from error
+    return found
+
+
+def command() -> str:
+    """The command line that this process was started with."""
+    return " ".join(["deepinfer-jax", *sys.argv[1:]])

@@ -1,0 +1,75 @@
+"""Device idle time: from operations written down by hand, and from a profile recorded here."""
+
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from deepinfer_jax.bench import idle
+from deepinfer_jax.bench.idle import Op
+
+
+def step(start: float, run: int | None, module: str = "jit_turn") -> list[Op]:
+    """Two operations with a gap of 10 between them: 40 and 50 long."""
+    name = None if run is None else (module, run)
+    return [Op(start, start + 40, module, name), Op(start + 50, start + 100, module, name)]
+
+
+def test_gaps_inside_and_between_runs() -> None:
+    found = idle.measure(step(0, 1) + step(130, 2) + step(230, 3), "jit_turn")
+    assert found.span == pytest.approx(330e-9) and found.busy == pytest.approx(270e-9)
+    assert found.idle == pytest.approx(60 / 330)
+    assert found.between == pytest.approx(30 / 330)
+    assert found.runs == 3
+
+
+def test_another_program_fills_a_gap_and_a_parallel_one_hides_it() -> None:
+    ops = step(0, 1) + step(150, 2) + [Op(100, 120, "jit_admit", ("jit_admit", 9))]
+    assert idle.measure(ops, "jit_turn").between == pytest.approx(30 / 250)
+    ops.append(Op(20, 145, "jit_admit", ("jit_admit", 10)))
+    found = idle.measure(ops, "jit_turn")
+    assert found.idle == pytest.approx((5 + 10) / 250), "before run 2 and inside it"
+    assert found.between == pytest.approx(5 / 250)
+
+
+def test_what_lies_outside_the_module_is_not_looked_at() -> None:
+    around = [Op(-900, -800, "jit_other", ("jit_other", 1)), Op(900, 990, "", None)]
+    inside = [Op(100, 115, "", None)]
+    found = idle.measure(step(0, 1) + step(130, 2) + around + inside, "jit_turn")
+    assert found.span == pytest.approx(230e-9)
+    assert found.idle == pytest.approx(35 / 230)
+    assert found.between is None and found.runs is None, "a copy belongs to no run"
+
+
+def test_without_runs_only_the_bound_is_known() -> None:
+    found = idle.measure(step(0, None) + step(130, None))
+    assert found.idle == pytest.approx(50 / 230) and found.between is None
+
+
+def test_a_module_that_did_not_run_is_named() -> None:
+    with pytest.raises(ValueError, match=r"jit_decode.*there are jit_turn"):
+        idle.measure(step(0, 1), "jit_decode")
+
+
+def test_a_profile_recorded_here(tmp_path: Path) -> None:
+    @jax.jit
+    def turn(x: jax.Array) -> jax.Array:
+        return jnp.sort(jnp.tanh(x @ x), axis=0)
+
+    x = jax.block_until_ready(turn(jnp.ones((128, 128))))
+    with jax.profiler.trace(str(tmp_path)):
+        for _ in range(4):
+            x = turn(x)
+        jax.block_until_ready(x)
+    ops = idle.read(tmp_path)
+    assert {op.module for op in ops} == {"jit_turn"}
+    found = idle.measure(ops, "jit_turn")
+    assert found.runs == 4
+    assert 0 < found.busy <= found.span
+    assert found.between is not None and 0 <= found.between <= found.idle < 1
+
+
+def test_no_profile_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="xplane"):
+        idle.read(tmp_path)

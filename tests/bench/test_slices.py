@@ -1,0 +1,225 @@
+"""`bench slice` and `bench plot` from end to end on a small model, and what they refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from deepinfer_jax import cli, shipped
+from deepinfer_jax.bench import commands, counts, drawn, measure, plots, slices, sweeps
+from deepinfer_jax.bench.counts import Rows
+from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.spec import Param
+from tests.runtime import small_model
+
+RELEASED = ModelConfig.from_json(shipped.find("models", "v41-flash"))
+FEW = ["--repeats", "3", "--burst", "2", "--side", "64"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("config") / "config.json"
+    three = {
+        "num_hidden_layers": 3,
+        "compress_ratios": [0, 2, 1, 0],
+        "index_source_layer_ids": [1, 2],
+        "dspark_target_layer_ids": [1, 2],
+    }
+    raw = {**small_model.CONFIG, "text_config": {**small_model.TEXT, **three}}
+    file.write_text(json.dumps(raw))
+    return str(file)
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+def test_a_decode_sweep_profiled_and_drawn(config: str, tmp_path: Path, capsys) -> None:
+    out, png = str(tmp_path / "decode.jsonl"), tmp_path / "decode.png"
+    words = ["bench", "slice", "decode", "--model", config, "--ranks", "2", "--requests", "3"]
+    words += ["--rows", "3", "--context", "128", "--acceptance", "0.5,0.5,0.5", *FEW, "--json"]
+    assert cli.main([*words, "--out", out, "--profile", str(tmp_path / "profile")]) == 0
+    (found,) = lines(capsys)
+    assert sweeps.read([out]) == [found]
+    assert found["rows"] == {"sequences": 3, "width": 3, "start": 125}
+    assert found["experts_held"] == [2, 4] and found["network"] == "left out"
+    assert found["draft_block"] == small_model.BLOCK
+    median = found["seconds"]["median"]
+    assert len(found["seconds"]["samples"]) == 3 and found["seconds"]["least"] <= median
+    assert found["tokens_per_turn"] == pytest.approx(3 * 1.75)
+    assert found["tokens_s"] == pytest.approx(3 * 1.75 / median)
+    reached, best = found["reached"], found["ceilings"]
+    flop = sum(found["needed"]["flop"].values())
+    assert reached["of_arithmetic"] == pytest.approx(flop / median / best["bf16"])
+    assert best["fp8"] is None and best["copy"] > 0
+    assert found["idle"]["runs"] == 2
+    assert {one["op"] for one in found["kernels"]} >= {"mla_attention", "grouped_gemm"}
+    environment = found["environment"]
+    assert environment["platform"] == "cpu" and environment["clocks"] == "as found, not read"
+    assert found["layout"] == "single" and found["numerics"]["act_quant"]
+    assert cli.main(["bench", "plot", out, "--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_a_prefill_sweep(config: str, tmp_path: Path, capsys) -> None:
+    out, png = str(tmp_path / "prefill.jsonl"), tmp_path / "prefill.png"
+    words = ["bench", "slice", "prefill", "--model", config, "--ranks", "2", "--tokens", "64"]
+    assert cli.main([*words, "--prompt", "32", *FEW, "--out", out]) == 0
+    shown = capsys.readouterr().out
+    assert "prefill, 64 tokens in prompts of 32" in shown and "tokens/s" in shown
+    (found,) = sweeps.read([out])
+    assert found["numerics"]["replay"] == "compact"
+    assert found["tokens_s"] == pytest.approx(64 / found["seconds"]["median"])
+    assert cli.main(["bench", "plot", out, "--png", str(png)]) == 0
+    assert png.read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_layer_slice(config: str, capsys) -> None:
+    words = ["bench", "slice", "decode", "--model", config, "--layers", "1,2", "--ranks", "2"]
+    words += ["--requests", "4", "--rows", "2", "--context", "128", *FEW, "--json"]
+    assert cli.main(words) == 0
+    (found,) = lines(capsys)
+    assert found["slice"] == "layers" and found["layers"] == [1, 2]
+    assert found["experts_held"] == 4, "a layer slice holds all experts"
+    assert found["tokens_per_turn"] is None and found["tokens_s"] is None
+    assert found["reached"]["rows_s"] == pytest.approx(8 / found["seconds"]["median"])
+
+
+def test_the_released_width_is_traced(capsys) -> None:
+    words = ["bench", "slice", "decode", "--trace", "--layers", "20,24", "--requests", "256"]
+    assert cli.main([*words, "--rows", "1", "--json"]) == 0
+    (found,) = lines(capsys)
+    assert found["seconds"] is None
+    need = sum(found["needed"]["flop"].values())
+    assert found["traced"]["flop"] == pytest.approx(need, rel=0.03)
+    assert 14e9 < found["traced"]["held_bytes"] < 30e9, "two layers of 7.2 GB and a cache"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["prefill", "--tokens", "64k"],
+        ["decode", "--requests", "256", "--rows", "6"],
+        ["prefill", "--layers", "20,21", "--tokens", "64k"],
+    ],
+    ids=" ".join,
+)
+def test_every_slice_fits_one_device(words: list[str], capsys) -> None:
+    assert cli.main(["bench", "slice", *words, "--trace", "--json"]) == 0
+    (found,) = lines(capsys)
+    assert found["traced"]["held_bytes"] + found["traced"]["peak_bytes"] < 130 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["decode", "--ranks", "7"], "divisor of n_routed_experts = 384"),
+        (["decode", "--layers", "3,2"], "increasing layer numbers"),
+        (["decode", "--layers", "40"], "no layer 40"),
+        (["decode", "--rows", "7", "--requests", "1"], "at most 6"),
+        (["decode", "--rows", "3", "--acceptance", "0.5"], "3 rows verify 2"),
+        (["decode", "--acceptance", "2"], "between 0 and 1"),
+        (["decode", "--context", "eight"], "--context eight"),
+        (["prefill", "--tokens", "5000"], "multiple of the prompt"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words: list[str], message: str, capsys) -> None:
+    assert cli.main(["bench", "slice", *words, "--trace"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_rank_has_its_share() -> None:
+    cfg, weights = slices.share(RELEASED, 64)
+    assert weights.layers[7].ffn.w13.values.shape[0] == 6
+    assert weights.layers[7].ffn.gate.shape[0] == 384, "the router knows every expert"
+    assert weights.draft.stages[0].ffn.w13.values.shape[0] == 3, "as many as a row takes"
+    for here, all_rows in zip(
+        cfg.engram_num_embeddings, RELEASED.engram_num_embeddings, strict=True
+    ):
+        assert here == pytest.approx(all_rows / 64, rel=0.01)
+    alone, _ = slices.share(RELEASED, 1)
+    assert alone.engram_num_embeddings == RELEASED.engram_num_embeddings
+
+
+def test_a_point_that_does_not_fit_is_a_record() -> None:
+    def anything() -> slices.Slice:
+        return slices.layers(RELEASED, [21], Numerics(), Rows(1, 1, 127))
+
+    def full(_: object) -> dict:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    points = [("one", anything, 4.0)]
+    (found,) = sweeps.records(points, full, {})
+    assert found["error"].startswith("RESOURCE_EXHAUSTED") and found["tokens_s"] is None
+    assert "does not fit" in sweeps.text(found)
+    assert sweeps.report([found], None, False) == 1
+
+    def broken(_: object) -> dict:
+        raise jax.errors.JaxRuntimeError("INTERNAL: no")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
+        list(sweeps.records(points, broken, {}))
+
+
+def test_a_turn_that_computes_less_than_asked_is_an_error() -> None:
+    one = slices.rank(RELEASED, 64, Numerics(), "decode", Rows(2, 3, 125))
+    failed = np.zeros(2, np.bool_)
+
+    @dataclasses.dataclass
+    class Output:
+        verified: np.ndarray
+        failed: np.ndarray
+
+    measure._check(one, Output(np.array([2, 2]), failed))
+    with pytest.raises(ArithmeticError, match="3 draft rows were fed, asked for 4"):
+        measure._check(one, Output(np.array([2, 1]), failed))
+    with pytest.raises(ArithmeticError, match="no valid distribution"):
+        measure._check(one, Output(np.array([2, 2]), ~failed))
+
+
+@pytest.mark.parametrize("side", [10, 300], ids=["by the host", "on the device"])
+def test_drawn_values_are_not_zero_and_repeat(side: int) -> None:
+    tree = {
+        "w": Param((side, 300), "float8_e4m3fn", (None, None)),
+        "s": Param((side, 300), "float8_e8m0fnu", (None, None), "exponent", 0.125),
+        "b": Param((side, 300), "uint8", (None, None), "bits"),
+        "z": Param((side, 300), "int32", (None, None), "zeros"),
+        "given": np.arange(3),
+    }
+    found, again = drawn.materialise(tree), drawn.materialise(tree)
+    for name, leaf in found.items():
+        assert np.array_equal(
+            np.asarray(leaf).view(np.uint8), np.asarray(again[name]).view(np.uint8)
+        )
+    wide = np.asarray(found["w"]).astype(np.float32)
+    assert abs(wide.mean()) < 0.1 and 0.9 < wide.std() < 1.1
+    assert set(np.asarray(found["s"]).astype(np.float32).ravel().tolist()) == {0.0625, 0.125}
+    assert len(np.unique(np.asarray(found["b"]))) == 256
+    assert not np.asarray(found["z"]).any()
+    other = np.asarray(drawn.materialise(tree, seed=1)["b"])
+    assert not np.array_equal(other, np.asarray(found["b"]))
+
+
+def test_the_front_is_what_nothing_beats() -> None:
+    points = [(1.0, 9.0), (2.0, 8.0), (2.0, 5.0), (3.0, 6.0), (1.0, 4.0)]
+    assert plots.front(points) == [(1.0, 9.0), (2.0, 8.0), (3.0, 6.0)]
+    with pytest.raises(ValueError, match="--acceptance"):
+        plots.draw([{"phase": "decode", "tokens_s": None}], "none.png")
+
+
+def test_rates_are_of_what_is_needed() -> None:
+    one = slices.layers(RELEASED, [21], Numerics(), Rows(256, 1, 8191))
+    best = {"bf16": 800e12, "copy": 4.2e12, "fp8": None}
+    found = measure.reached(one, 1e-3, best)
+    assert found["bound"] == "memory"
+    assert found["of_memory"] == pytest.approx(one.needed.moved / 1e-3 / 4.2e12)
+    assert found["of_floor"] == found["of_memory"]
+    many = slices.layers(RELEASED, [21], Numerics(), Rows(1, 4096))
+    assert measure.reached(many, 0.1, best)["bound"] == "arithmetic"
+    assert commands.numbers("--tokens", "4k,100") == [4096, 100]
+    assert counts.accepted([1.0, 1.0]) == 3
