@@ -39,6 +39,7 @@ MODEL = BASE | {"deepinfer_jax.model", "pallas_kernels"}
 RUNTIME = MODEL | {
     "deepinfer_jax.structured",
     "deepinfer_jax.runtime",
+    "deepinfer_jax.runtime.plans",
     "deepinfer_jax.runtime.scheduler",
     "deepinfer_jax.runtime.pages",
     "deepinfer_jax.runtime.step",
@@ -59,7 +60,8 @@ MAY_IMPORT = {
     "deepinfer_jax.structured": set(),
     "deepinfer_jax.lab": BASE | {"pallas_kernels"},
     "deepinfer_jax.runtime": RUNTIME | CHECKPOINT | DEMO,
-    "deepinfer_jax.runtime.scheduler": set(),
+    "deepinfer_jax.runtime.plans": set(),
+    "deepinfer_jax.runtime.scheduler": {"deepinfer_jax.runtime.plans"},
     "deepinfer_jax.runtime.pages": set(),
     "deepinfer_jax.runtime.step": MODEL | {"deepinfer_jax.runtime", "deepinfer_jax.structured"},
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,

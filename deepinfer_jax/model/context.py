@@ -74,6 +74,17 @@ def split(rows: Rows, layout: Layout, phase: str | None) -> Rows:
     )
 
 
+def part(rows: Rows, value: Shaped[Array, "rows ..."]) -> Shaped[Array, "own ..."]:
+    """This shard's rows of values for all rows of ``rows.whole``."""
+    if rows.whole is None:
+        return value
+    pieces = len(rows.order)
+    cut = value.reshape(rows.groups, pieces, -1, *value.shape[1:])
+    order = jnp.asarray(np.array(rows.order, np.int32).reshape(-1, 2))
+    own = cut[:, order[lax.axis_index(rows.axes)]]
+    return own.reshape(-1, *value.shape[1:])
+
+
 def together(rows: Rows, own: Any) -> Any:
     """Values of this shard's rows [rows, ...] as those of ``rows.whole``, in its order."""
     if rows.whole is None:

@@ -54,12 +54,12 @@ class LLM:
     """Offline inference with a checkpoint on one device or a layout of them.
 
     path: official or converted folder; None: the embedded demo. layout, kernels, numerics: as of
-    `load`. max_slots: requests computed at once; max_context: most tokens of a request, prompt
-    included. speculate: draft tokens verified a step (None: the trained block if the checkpoint has
-    a drafter; 0: off), or "adaptive". accept: "coupled" (tokens equal to decoding without
-    speculation) or "rejection" (equal in distribution). seed: of requests that bring none. cache:
-    folder where step times measured for "adaptive" are kept (None: the user's cache). Raises
-    ValueError naming the option.
+    `load`. max_slots: requests computed at once, rounded up to what the layout's data shards
+    divide; max_context: most tokens of a request, prompt included. speculate: draft tokens verified
+    a step (None: the trained block if the checkpoint has a drafter; 0: off), or "adaptive". accept:
+    "coupled" (tokens equal to decoding without speculation) or "rejection" (equal in distribution).
+    seed: of requests that bring none. cache: folder where step times measured for "adaptive" are
+    kept (None: the user's cache). Raises ValueError naming the option.
     """
 
     def __init__(
@@ -98,18 +98,20 @@ class LLM:
             )
             compiler = structured.Compiler(vocabulary)
         options = Options(block=block, rejection=accept == "rejection" and block > 0)
+        programs = Programs(self.model.setup, self.model.weights, options)
+        max_slots = programs.divided(max_slots)
         policy = Policy(
             slots=max_slots,
             decode_rows=(max_slots * (1 + block),),
-            prefill=widths or shapes.prefill,
+            prefill=programs.rectangles(widths or shapes.prefill),
             block=block,
             host_pages=shapes.host_pages,
         )
         self._loop = Loop(
-            Programs(self.model.setup, self.model.weights, options),
+            programs,
             policy,
             context=max_context,
-            pages=shapes.pages or max_slots * -(-max_context // PAGE),
+            pages=programs.divided(shapes.pages or max_slots * -(-max_context // PAGE)),
             compiler=compiler,
             adaptive=speculate == "adaptive",
         )

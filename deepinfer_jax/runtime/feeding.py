@@ -14,9 +14,10 @@ import numpy as np
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.runtime import sampling_state
+from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_state import RowParams
-from deepinfer_jax.runtime.scheduler import Chunk, Step
+from deepinfer_jax.runtime.scheduler import Chunk
 from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, reach
 
 
@@ -42,10 +43,14 @@ class Desk:
         self.limit[slot] = sample.limit
 
     def prefill(
-        self, groups: int, width: int, work: Sequence[tuple[Chunk, Sample]], table: np.ndarray
+        self,
+        groups: int,
+        width: int,
+        work: Sequence[tuple[int, Chunk, Sample]],
+        pages: Pages,
     ) -> PrefillInput:
-        """Chunks of prompts; table: pages of every slot."""
-        blank = np.zeros(groups, np.int32)
+        """Chunks of prompts, each with its place among the groups."""
+        blank, table = np.zeros(groups, np.int32), pages.snapshot()
         given = PrefillInput(
             token=np.zeros((groups, width), np.int32),
             slot=np.full(groups, -1, np.int32),
@@ -56,11 +61,11 @@ class Desk:
             following=np.full((groups, width), -1, np.int32),
             pages=np.full((groups, self.per_slot), -1, np.int32),
             forced=np.full(groups, -1, np.int32),
-            routes=self._routes((groups, width), [sample for _, sample in work]),
+            routes=self._routes((groups, width), [sample for *_, sample in work]),
             params=self.params,
             limit=self.limit,
         )
-        for place, (chunk, sample) in enumerate(work):
+        for place, chunk, sample in work:
             tokens = sample.tokens
             end = chunk.start + chunk.count
             given.token[place, : chunk.count] = tokens[chunk.start : end]
@@ -81,25 +86,29 @@ class Desk:
         groups: int,
         size: int,
         block: int,
-        work: Sequence[tuple[Any, Sample]],
-        table: np.ndarray,
+        work: Sequence[tuple[int, Any, Sample]],
+        pages: Pages,
         temperature: np.ndarray,
     ) -> DecodeInput:
-        """Turns of running requests in a bucket of `size` rows, up to 1 + block each."""
-        far = reach(block)
+        """Turns of running requests, each with its place among the groups, in a bucket of `size`
+        rows, up to 1 + block each."""
+        far, table = reach(block), pages.snapshot()
+        turns = np.zeros(pages.shards, np.int32)
+        for place, *_ in work:
+            turns[place * pages.shards // groups] += 1
         given = DecodeInput(
             slot=np.full(groups, -1, np.int32),
             pages=np.full((groups, self.per_slot), -1, np.int32),
             room=np.zeros(groups, np.int32),
-            budget=np.int32(size - len(work)),
+            budget=np.int32(size // pages.shards) - turns,
             temperature=temperature,
             known=np.zeros(groups, np.int32),
             forced=np.full((groups, far), -1, np.int32),
-            routes=self._routes((groups, far), [sample for _, sample in work]),
+            routes=self._routes((groups, far), [sample for *_, sample in work]),
             params=self.params,
             limit=self.limit,
         )
-        for place, (turn, sample) in enumerate(work):
+        for place, turn, sample in work:
             given.slot[place], given.pages[place] = turn.slot, table[turn.slot]
             given.room[place] = 0 if sample.matcher is not None else block
             known = len(sample.prompt) + max(len(sample.output.token_ids) - 1, 0)
@@ -118,15 +127,14 @@ class Desk:
         )
 
 
-def decoder_rows(cfg: ModelConfig, step: Step, samples: Sequence[Sample]) -> int:
+def decoder_rows(cfg: ModelConfig, width: int, work: Sequence[tuple[int, Chunk, Sample]]) -> int:
     """Most rows of a chunk that the decoder half sees under bounded replay.
 
     The last `replay_keep` of a prompt; of a request computed again also its output, for which the
     whole width is taken.
     """
-    width, most = step.shape[1], 0
-    for chunk, sample in zip(step.work, samples, strict=True):
-        assert isinstance(chunk, Chunk)
+    most = 0
+    for _, chunk, sample in work:
         floor = len(sample.prompt) - cfg.replay_keep
         most = max(most, chunk.start + chunk.count - max(chunk.start, floor))
     return 0 if most <= 0 else min(cfg.replay_keep, width) if most <= cfg.replay_keep else width

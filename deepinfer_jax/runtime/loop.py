@@ -28,10 +28,11 @@ SCORE = "score"
 
 
 class Flight(NamedTuple):
-    """A dispatched step, the samples of its groups and its results to come."""
+    """A dispatched step, the samples of its groups, where those stand, its results to come."""
 
     step: Step
     samples: tuple[Sample, ...]
+    places: list[int]
     output: StepOutput | None
 
 
@@ -74,12 +75,14 @@ class Loop:
         for sample in self._samples.values():
             if not sample.finished:
                 sample.end("abort")
-        self.pages = Pages(self._total, self.policy.slots, -(-self.context // PAGE))
+        shards = self.programs.shards
+        per_slot = -(-self.context // PAGE)
+        self.pages = Pages(self._total, self.policy.slots, per_slot, shards=shards)
         self.scheduler = Scheduler(self.policy, self.pages)
         self.state: Any = None  # let go of it first: two need not fit
         self.state = self.empty_state()
         self.desk = Desk.empty(cfg, self.policy.slots, self.pages.per_slot)
-        self.grammars = Grammars(cfg.vocab_size, self._compiler)
+        self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
         self._samples = {}
         self._saved: dict[int, Any] = {}
         self._confidence: dict[int, np.ndarray] = {}
@@ -87,15 +90,7 @@ class Loop:
 
     def empty_state(self) -> states.State:
         """The state of free slots."""
-        held = states.empty(
-            self.programs.setup.cfg,
-            self.programs.setup.numerics,
-            slots=self.policy.slots,
-            pages=self.pages.total,
-            block=self.options.block,
-            rejection=self.options.rejection,
-        )
-        return self.programs.place(held)
+        return self.programs.empty(self.policy.slots, self.pages.total)
 
     def add(self, sample: Sample) -> None:
         """Enters a sample; one that cannot be served ends at once with its error."""
@@ -133,7 +128,8 @@ class Loop:
         """Compiled decode shapes: groups -> row counts."""
         block = self.options.block
         drafts = {0, (block + 1) // 2, block} if self.adaptive else {block}
-        heights = {min(8, self.policy.slots), self.policy.slots}
+        few = -(-min(8, self.policy.slots) // self.programs.shards) * self.programs.shards
+        heights = {few, self.policy.slots}
         return {n: tuple(n * (1 + k) for k in sorted(drafts)) for n in sorted(heights)}
 
     def _enqueue(self, sample: Sample) -> None:
@@ -151,15 +147,20 @@ class Loop:
             self._move(move)
         samples = tuple(self._samples[item.request] for item in step.work)
         if not samples:
-            return Flight(step, (), None)
+            return Flight(step, (), [], None)
         now = time.monotonic()
         for sample in samples:
             if sample.metrics.first_scheduled is None:
                 sample.metrics.first_scheduled = now
         self.grammars.write_masks(samples)
-        output = self._prefill(step, samples) if step.prefill else self._decode(step, samples)
+        slots = [item.slot for item in step.work]
+        groups, size = step.shape if step.prefill else self._bucket(samples, slots)
+        places = self.pages.places(slots, groups)
+        work: Any = tuple(zip(places, step.work, samples, strict=True))
+        run = self._prefill if step.prefill else self._decode
+        output = run(groups, size, work, samples)
         jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
-        return Flight(step, samples, output)
+        return Flight(step, samples, places, output)
 
     def _move(self, move: Move) -> None:
         sample = self._samples[move.request]
@@ -195,30 +196,22 @@ class Loop:
         top = min(MAX_LOGPROBS, self.programs.setup.cfg.vocab_size) if most or score else 0
         return self.options._replace(top=top, capture=self.capture)
 
-    def _prefill(self, step: Step, samples: tuple[Sample, ...]) -> StepOutput:
+    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> StepOutput:
         setup = self.programs.setup
         score = any(sample.params.prompt_logprobs is not None for sample in samples)
-        tail = step.shape[1]
+        tail = width
         if setup.numerics.replay == "compact" and not score:
-            tail = decoder_rows(setup.cfg, step, samples)
-        groups, width = step.shape
-        chunks: Any = tuple(zip(step.work, samples, strict=True))
-        given = self.desk.prefill(groups, width, chunks, self.pages.snapshot())
+            tail = decoder_rows(setup.cfg, width, work)
+        given = self.desk.prefill(groups, width, work, self.pages)
         self.dispatched["prefill", groups, width] += 1
         self.state, output = self.programs.prefill(
             tail, score, self.options_for(samples, score), self.state, self.grammars.pool, given
         )
         return output
 
-    def _decode(self, step: Step, samples: tuple[Sample, ...]) -> StepOutput:
-        groups, size = self._bucket(samples)
+    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> StepOutput:
         given = self.desk.decode(
-            groups,
-            size,
-            self.options.block,
-            tuple(zip(step.work, samples, strict=True)),
-            self.pages.snapshot(),
-            self.calibration.temperature,
+            groups, size, self.options.block, work, self.pages, self.calibration.temperature
         )
         options = self.options_for(samples, score=False)
         self.dispatched["decode", groups, size] += 1
@@ -227,10 +220,10 @@ class Loop:
         )
         return output
 
-    def _bucket(self, samples: tuple[Sample, ...]) -> tuple[int, int]:
+    def _bucket(self, samples: tuple[Sample, ...], slots: list[int]) -> tuple[int, int]:
         """(groups, rows) of a decode step: the rows that promise most tokens a second."""
-        shapes = self.buckets()
-        groups = min(n for n in shapes if n >= len(samples))
+        shapes, needed = self.buckets(), self.pages.needs(slots)
+        groups = min(n for n in shapes if n >= needed)
         if not self.adaptive:
             return groups, shapes[groups][-1]
         unread = self.calibration.expected()
@@ -243,8 +236,8 @@ class Loop:
         outcomes: dict[int, Outcome] = {}
         if flight.output is not None:
             found = jax.device_get(flight.output)
-            for place, (item, sample) in enumerate(
-                zip(flight.step.work, flight.samples, strict=True)
+            for place, item, sample in zip(
+                flight.places, flight.step.work, flight.samples, strict=True
             ):
                 if sample.number not in self._samples:
                     continue

@@ -9,8 +9,12 @@ Pages are reference counted. A slot holds one reference to each page in its row;
 beyond a request (a prefix cache, a fork) holds its own with ``retain``. A page is free exactly when
 nobody holds it. Freeing is safe while a step that still writes the page is in flight, because the
 device runs steps in order and a new owner reads only what it wrote itself.
+
+Over several devices slots and pages are cut into ``shards`` equal runs, and a slot's pages come
+from the run of its own shard. The places of a step are cut likewise (``places``).
 """
 
+import collections
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -21,28 +25,54 @@ PAGE = 128  # token positions
 class Pages:
     """A pool of ``total`` pages for ``slots`` sequences of at most ``per_slot`` pages each."""
 
-    def __init__(self, total: int, slots: int, per_slot: int, page: int = PAGE):
-        if min(total, slots, per_slot, page) < 1:
+    def __init__(self, total: int, slots: int, per_slot: int, page: int = PAGE, shards: int = 1):
+        if min(total, slots, per_slot, page, shards) < 1:
             raise ValueError(
-                f"pages: total {total}, slots {slots}, per slot {per_slot} and size {page} "
-                "must all be at least 1"
+                f"pages: total {total}, slots {slots}, per slot {per_slot}, size {page} and "
+                f"shards {shards} must all be at least 1"
             )
+        if total % shards or slots % shards:
+            raise ValueError(f"pages: {total} pages, {slots} slots do not divide by {shards}")
         self.total, self.slots, self.per_slot, self.page = total, slots, per_slot, page
+        self.shards = shards
         self.table = np.full((slots, per_slot), -1, np.int32)
         self.version = 0
         self._held = [0] * slots
         self._references = [0] * total
-        self._free = list(range(total - 1, -1, -1))  # a stack: the lowest page comes out first
+        part = total // shards  # stacks: the lowest page of a shard comes out first
+        self._free = [list(range((i + 1) * part - 1, i * part - 1, -1)) for i in range(shards)]
 
     @property
     def free(self) -> int:
         """Pages that nobody holds."""
-        return len(self._free)
+        return sum(map(len, self._free))
 
     @property
     def used(self) -> int:
         """Pages that somebody holds."""
-        return self.total - len(self._free)
+        return self.total - self.free
+
+    def shard(self, slot: int) -> int:
+        """Which run a slot belongs to."""
+        return slot * self.shards // self.slots
+
+    def room(self, slot: int) -> int:
+        """Pages that nobody holds and that the slot could have."""
+        return len(self._free[self.shard(slot)])
+
+    def needs(self, slots: Iterable[int]) -> int:
+        """Least places of a step that works on these slots, every shard having equally many."""
+        counts = collections.Counter(map(self.shard, slots))
+        return self.shards * max(counts.values(), default=0)
+
+    def places(self, slots: Iterable[int], count: int) -> list[int]:
+        """Where each slot's group stands among ``count`` places: in its shard's run, in order."""
+        taken: collections.Counter[int] = collections.Counter()
+        found = []
+        for shard in map(self.shard, slots):
+            found.append(shard * (count // self.shards) + taken[shard])
+            taken[shard] += 1
+        return found
 
     def needed(self, tokens: int) -> int:
         """Pages that hold ``tokens`` positions."""
@@ -70,10 +100,11 @@ class Pages:
             raise ValueError(
                 f"slot {slot}: {tokens} tokens need {wanted} pages, a slot has {self.per_slot}"
             )
-        if wanted - held > len(self._free):
+        free = self._free[self.shard(slot)]
+        if wanted - held > len(free):
             return False
         if wanted > held:
-            taken = [self._free.pop() for _ in range(wanted - held)]
+            taken = [free.pop() for _ in range(wanted - held)]
             for page in taken:
                 self._references[page] = 1
             self._append(slot, taken)
@@ -108,7 +139,7 @@ class Pages:
                 raise ValueError(f"page {page} is free already")
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free.append(page)
+                self._free[page * self.shards // self.total].append(page)
 
     def snapshot(self) -> np.ndarray:
         """A copy of the table for one step: later changes must not reach a step in flight."""

@@ -3,7 +3,8 @@
 Every row goes through the encoder half and writes the compressed entries of its sequence. Which
 rows go on through the decoder half is the replay mode (`Numerics.replay`): all of them ("full", and
 "mask" with narrowed windows), or the last `ModelConfig.replay_keep` of the prompt ("compact"). The
-last chunk of a prompt samples the first token and drafts the block after it.
+last chunk of a prompt samples the first token and drafts the block after it. Under a layout with
+context parallelism every shard of a group is given all rows and computes its own part of them.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from deepinfer_jax.model import dspark, transformer
+from deepinfer_jax.model import context, dspark, transformer
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.head import head_logits
@@ -55,7 +56,7 @@ def prefill_chunk(
     whole = score or replay == "full"
     floor = jnp.maximum(inputs.prompt - cfg.replay_keep, 0)
     slot = jnp.maximum(inputs.slot, 0)
-    rows = row_lists.rectangle(
+    every = row_lists.rectangle(
         inputs.token,
         start=inputs.start,
         count=jnp.where(inputs.slot >= 0, inputs.count, 0),
@@ -63,27 +64,28 @@ def prefill_chunk(
         pages=inputs.pages,
         floor=jnp.zeros_like(floor) if whole else floor,
     )
-    state = dataclasses.replace(state, tables=_count_prompt(state.tables, rows, inputs))
+    rows = context.split(every, setup.layout, setup.phase)
+    state = dataclasses.replace(state, tables=_count_prompt(state.tables, every, inputs))
     keep = tail if not whole and replay == "compact" else None
     recorder = Capture(options.capture)
     routes = None
     if inputs.routes is not None:
-        routes = inputs.routes.reshape(-1, *inputs.routes.shape[2:])
+        routes = context.part(rows, inputs.routes.reshape(-1, *inputs.routes.shape[2:]))
     trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, keep=keep, routes=routes)
     state = dataclasses.replace(state, cache=trunk.cache)
-    last = inputs.last & (rows.count > 0)
-    state = dataclasses.replace(
-        state,
-        length=put(state.length, inputs.slot, rows.start + rows.count),
-    )
+    last = inputs.last & (every.count > 0)
+    position = every.start + every.count
+    state = dataclasses.replace(state, length=put(state.length, inputs.slot, position))
     if keep == 0:
         output = _nothing(rows.groups, options)
         return state, dataclasses.replace(output, captured=captured(recorder, rows))
     x = transformer.collapse(setup, weights, trunk.hidden, recorder)
     params = inputs.params.take(slot)
-    position = rows.start + rows.count
     grammar = jax.tree.map(lambda leaf: leaf[slot], state.grammar)
-    logits = head_logits(setup, x[trunk.rows.last()], weights.norm, weights.head)
+    # From here on there is one row a group, the same on all context shards, as in a decode step.
+    after = setup._replace(phase="decode")
+    newest = context.fetch(trunk.rows, x, trunk.rows.everyone.last())
+    logits = head_logits(after, newest, weights.norm, weights.head)
     allowed = drafting.grammar_mask(pool, grammar, inputs.limit[slot] - position)
     first = sampling.sample(
         logits,
@@ -95,7 +97,10 @@ def prefill_chunk(
         forced=inputs.forced,
         top=options.top,
     )
-    prompt = _prompt_report(setup, weights, x, inputs, rows, params, options) if score else None
+    prompt = None
+    if score:
+        x = context.together(rows, x)
+        prompt = _prompt_report(after, weights, x, inputs, every, params, options)
     ends = jnp.take_along_axis(state.tables.stop[slot], first.token[:, None], axis=1)[:, 0]
     live = last & first.valid
     done = ends | (position + 1 >= inputs.limit[slot])
@@ -112,7 +117,7 @@ def prefill_chunk(
         cache = dspark.remember(setup, weights.draft, trunk.rows, state.cache, trunk.taps)
         state = dataclasses.replace(state, cache=cache)
         state = draft_next(
-            setup,
+            after,
             options,
             weights,
             state,

@@ -2,7 +2,7 @@
 
 Every jitted function an engine runs is made here once; a program compiles when its shape is first
 used or in `warm_up`. Static choices: the setup, the options of a step, the bucket. The state is
-donated, so a step works in place.
+donated, so a step works in place. `shards.py` says how they lie on the devices of a layout.
 """
 
 import dataclasses
@@ -15,17 +15,19 @@ import numpy as np
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import prefill, state, step
+from deepinfer_jax.runtime import shards
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 from deepinfer_jax.structured import GrammarState, Pool
 
-_prefill = jit(prefill.prefill_chunk, static_argnums=(0, 1, 2, 3), donate_argnums=5)
-_decode = jit(step.decode_step, static_argnums=(0, 1, 2), donate_argnums=4)
-_admit = jit(state.admit, donate_argnums=0)
-_put = jit(state.put, donate_argnums=0)
-_take = jit(state.take)
-_grammar = jit(state.grammar_of)
+Shapes = tuple[tuple[int, int], ...]
+
+_prefill = jit(shards.prefill_chunk, static_argnums=(0, 1, 2, 3, 4), donate_argnums=6)
+_decode = jit(shards.decode_step, static_argnums=(0, 1, 2, 3), donate_argnums=5)
+_admit = jit(shards.admit, static_argnums=0, donate_argnums=1)
+_put = jit(shards.put, static_argnums=0, donate_argnums=1)
+_take = jit(shards.take, static_argnums=0)
+_grammar = jit(shards.grammar_of, static_argnums=0)
 
 
 @dataclasses.dataclass
@@ -36,16 +38,43 @@ class Programs:
     weights: Weights
     options: Options
 
-    def place(self, held: Any) -> Any:
-        """A tree of arrays where the weights are, whole on every device.
+    @property
+    def shards(self) -> int:
+        """Shards that slots and pages are divided over."""
+        return self.setup.layout.ways("slots")
 
-        Placed like this before its first step, the state a program returns is again one that it
-        was compiled for.
-        """
+    def divided(self, count: int) -> int:
+        """The least count from this one on that divides over the shards."""
+        return -(-count // self.shards) * self.shards
+
+    def rectangles(self, shapes: Shapes) -> Shapes:
+        """Prefill shapes (sequences, width) with equally many sequences for each shard. Raises
+        ValueError for a layout that the programs cannot follow."""
+        shards.check(self.setup.layout, self.setup.cfg, tuple(width for _, width in shapes))
+        return tuple(dict.fromkeys((self.divided(count), width) for count, width in shapes))
+
+    @property
+    def everywhere(self) -> bool:
+        """Whether the results of a step must be whole on every device: other processes have some
+        of them."""
+        return not self.weights.norm.sharding.is_fully_addressable
+
+    @property
+    def whole(self) -> jax.sharding.Sharding | None:
+        """Whole on every device of the layout; None for the default device."""
         home = self.weights.norm.sharding
-        if isinstance(home, jax.sharding.NamedSharding):
-            home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
-        return jax.device_put(held, home)
+        if not isinstance(home, jax.sharding.NamedSharding):
+            return None
+        return jax.sharding.NamedSharding(home.mesh, shards.WHOLE)
+
+    def empty(self, slots: int, pages: int) -> State:
+        """The state of free slots, placed so that what a program returns is again one that it was
+        compiled for."""
+        return shards.empty(self.setup, self.options, self.weights.norm, slots=slots, pages=pages)
+
+    def place(self, held: Any) -> Any:
+        """Host arrays with a leading axis of slots, where the state's are."""
+        return jax.device_put(held, shards.home(self.setup.layout, self.weights.norm))
 
     def prefill(
         self,
@@ -58,30 +87,32 @@ class Programs:
     ) -> tuple[State, StepOutput]:
         """See `prefill.prefill_chunk`; `held` is donated."""
         setup = self.setup._replace(phase="prefill")
-        return _prefill(setup, options, tail, score, self.weights, held, pool, given)
+        return _prefill(
+            setup, options, tail, score, self.everywhere, self.weights, held, pool, given
+        )
 
     def decode(
         self, size: int, options: Options, held: State, pool: Pool, given: DecodeInput
     ) -> tuple[State, StepOutput]:
         """See `step.decode_step`; `held` is donated."""
         setup = self.setup._replace(phase="decode")
-        return _decode(setup, options, size, self.weights, held, pool, given)
+        return _decode(setup, options, size, self.everywhere, self.weights, held, pool, given)
 
     def admit(self, held: State, slot: int, bias: Any, stop: Any, grammar: Any) -> State:
         """See `state.admit`; `held` is donated."""
-        return _admit(held, np.int32(slot), bias, stop, grammar)
+        return _admit(self.setup.layout, held, np.int32(slot), bias, stop, grammar)
 
     def take(self, held: State, slot: int, pages: Any) -> Any:
         """See `state.take`; copies to the host start at once."""
-        return _leaving(_take(held, np.int32(slot), pages))
+        return _leaving(_take(self.setup.layout, held, np.int32(slot), pages))
 
     def put(self, held: State, slot: int, pages: Any, saved: Any) -> State:
         """See `state.put`; `held` is donated."""
-        return _put(held, np.int32(slot), pages, saved)
+        return _put(self.setup.layout, held, np.int32(slot), pages, saved)
 
     def grammar(self, held: State, slot: int) -> GrammarState:
         """Where a slot is in its grammar; the copy to the host starts at once."""
-        return _leaving(_grammar(held, np.int32(slot)))
+        return _leaving(_grammar(self.setup.layout, held, np.int32(slot)))
 
 
 def _leaving(saved: Any) -> Any:

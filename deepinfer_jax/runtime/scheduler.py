@@ -20,110 +20,13 @@ never gives way, so somebody always advances.
 """
 
 import bisect
+import collections
 import dataclasses
 import enum
 from collections.abc import Mapping
 from typing import Any
 
-
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """The shapes that are compiled, and how they are used.
-
-    slots: requests at once. decode_rows: row counts of the decode programs. prefill: (sequences,
-    width) of the prefill programs. block: most draft rows a slot in a decode step.
-    prefill_burst, decode_burst: steps of one kind in a row while the other kind has work.
-    host_pages: room for preempted requests, in pages; state_pages: what a slot's own state costs.
-    """
-
-    slots: int
-    decode_rows: tuple[int, ...]
-    prefill: tuple[tuple[int, int], ...]
-    block: int = 0
-    prefill_burst: int = 4
-    decode_burst: int = 4
-    host_pages: int = 0
-    state_pages: int = 1
-
-    def __post_init__(self):
-        if self.slots < 1 or self.block < 0 or min(self.prefill_burst, self.decode_burst) < 1:
-            raise ValueError(
-                f"policy: slots and bursts must be at least 1, block at least 0: {self}"
-            )
-        if not self.decode_rows or max(self.decode_rows) < self.slots:
-            raise ValueError(
-                f"policy: decode_rows {self.decode_rows} must reach one row for each of the "
-                f"{self.slots} slots"
-            )
-        if not self.prefill or any(min(shape) < 1 for shape in self.prefill):
-            raise ValueError(f"policy: prefill needs (sequences, width) shapes, got {self.prefill}")
-
-    def width(self, tokens: int) -> int:
-        """Width of the next chunk of a prompt with ``tokens`` left."""
-        widths = sorted({width for _, width in self.prefill})
-        return next((width for width in widths if width >= tokens), widths[-1])
-
-    def sequences(self, width: int) -> list[int]:
-        """Rectangle heights compiled for a width, ascending."""
-        return sorted(count for count, other in self.prefill if other == width)
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunk:
-    """Prompt tokens [start, start + count) of a request; the last chunk samples a token."""
-
-    request: int
-    slot: int
-    start: int
-    count: int
-    last: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One decode turn of a request: its last token and the draft rows it is granted."""
-
-    request: int
-    slot: int
-
-
-class Act(enum.Enum):
-    """What a move does, before the step's own work and in the order given."""
-
-    ADMIT = "admit"  # a fresh slot: install the request's options, forget what was there
-    OFFLOAD = "offload"  # copy the pages and the slot's state to the host
-    RESTORE = "restore"  # copy them back, to another slot and other pages
-    EVICT = "evict"  # forget the slot; the request will be computed again
-
-
-@dataclasses.dataclass(frozen=True)
-class Move:
-    act: Act
-    request: int
-    slot: int
-    pages: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Step:
-    """One step to dispatch. shape: (sequences, width) of a prefill, (rows,) of a decode."""
-
-    number: int
-    moves: tuple[Move, ...]
-    work: tuple[Chunk, ...] | tuple[Turn, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def prefill(self) -> bool:
-        return len(self.shape) == 2
-
-
-@dataclasses.dataclass(frozen=True)
-class Outcome:
-    """What a step did for a request: tokens it added, and whether the request has ended."""
-
-    tokens: int
-    finished: bool = False
+from deepinfer_jax.runtime.plans import Act, Chunk, Move, Outcome, Policy, Step, Turn
 
 
 class State(enum.Enum):
@@ -194,7 +97,7 @@ class Scheduler:
             raise ValueError(f"request {request} is here already")
         if prompt < 1 or new < 1:
             raise ValueError(f"a request needs a prompt and tokens to make: {prompt}, {new}")
-        room = min(self.pages.per_slot, self.pages.total)
+        room = min(self.pages.per_slot, self.pages.total // self.pages.shards)
         if (needed := self.pages.needed(prompt + new - 1)) > room:
             raise ValueError(
                 f"{prompt} prompt tokens and {new} new ones need {needed} pages of "
@@ -272,15 +175,19 @@ class Scheduler:
         if job.state is State.HOST:
             self.host_used -= job.saved + self.policy.state_pages
 
-    def _room(self, pages: int) -> bool:
-        """Whether a request with so many pages may enter: a slot, and a page to grow for each
-        request that is in one already."""
-        return bool(self._free) and pages + len(self._slots) <= self.pages.free
+    def _room(self, pages: int) -> int | None:
+        """The slot that a request with so many pages may enter, None without room: its shard has
+        them and a page to grow for each request there; the emptiest such shard."""
+        inside = collections.Counter(map(self.pages.shard, self._slots))
+        load = {slot: inside[self.pages.shard(slot)] for slot in self._free}
+        fits = [slot for slot, others in load.items() if pages + others <= self.pages.room(slot)]
+        return min(fits, key=lambda slot: (load[slot], slot), default=None)
 
-    def _enter(self, job: Job, act: Act, tokens: int) -> None:
+    def _enter(self, job: Job, act: Act, tokens: int, slot: int) -> None:
         self._unqueue(job)
-        job.slot = self._free.pop()
-        self._slots[job.slot] = job
+        job.slot = slot
+        self._free.remove(slot)
+        self._slots[slot] = job
         if not self.pages.grow(job.slot, tokens):
             raise RuntimeError(f"slot {job.slot}: pages promised to request {job.request} are gone")
         self._moves.append(Move(act, job.request, job.slot, tuple(self.pages.row(job.slot))))
@@ -301,9 +208,9 @@ class Scheduler:
     def _restore(self) -> None:
         """Bring requests back from the host, oldest first, while there is room."""
         for job in tuple(self._lines[State.HOST]):
-            if not self._room(job.saved):
+            if (slot := self._room(job.saved)) is None:
                 return
-            self._enter(job, Act.RESTORE, job.saved * self.pages.page)
+            self._enter(job, Act.RESTORE, job.saved * self.pages.page, slot)
             job.state = State.PREFILL if job.prefilled < job.target else State.RUNNING
 
     def _preempt(self, job: Job) -> None:
@@ -340,7 +247,9 @@ class Scheduler:
                 continue  # gave way to an older one
             reach = min(job.tokens + job.most + block, job.limit - 1)
             while job.slot >= 0 and not self.pages.grow(job.slot, reach):
-                self._preempt(max(self._slots.values(), key=lambda other: other.arrival))
+                shard = self.pages.shard(job.slot)
+                near = (o for o in self._slots.values() if self.pages.shard(o.slot) == shard)
+                self._preempt(max(near, key=lambda other: other.arrival))
             if job.slot >= 0:
                 granted.append(job)
         for job in granted:
@@ -356,7 +265,7 @@ class Scheduler:
         """The request that the next prefill is for: the one longest unserved."""
         jobs = [job for job in self._slots.values() if job.state is State.PREFILL]
         first = self._lines[State.WAITING][:1]
-        jobs += [job for job in first if self._room(self.pages.needed(job.tokens))]
+        jobs += [job for job in first if self._room(self.pages.needed(job.tokens)) is not None]
         return min(jobs, key=lambda job: (job.served, job.arrival), default=None)
 
     def _shape(self, job: Job) -> tuple[str, int]:
@@ -370,18 +279,25 @@ class Scheduler:
         inside.sort(key=lambda job: (job.served, job.arrival))
         waiting = self._lines[State.WAITING][: 4 * self.policy.slots]
         group: list[Job] = []
+
+        def height(*slots: int) -> int:
+            return self.pages.needs([job.slot for job in group] + list(slots))
+
         for job in dict.fromkeys([lead, *inside, *waiting]):
-            if len(group) == heights[-1] or self._shape(job) != shape:
+            if self._shape(job) != shape:
                 continue
             if job.state is State.WAITING:
-                if not self._room(self.pages.needed(job.tokens)):
+                slot = self._room(self.pages.needed(job.tokens))
+                if slot is None or height(slot) > heights[-1]:
                     break
                 job.target, job.prefilled = job.tokens, 0
-                self._enter(job, Act.ADMIT, job.target)
+                self._enter(job, Act.ADMIT, job.target, slot)
                 job.state = State.PREFILL
+            elif height(job.slot) > heights[-1]:
+                continue
             group.append(job)
         work = tuple(self._chunk(job, shape[1]) for job in group)
-        return work, (next(count for count in heights if count >= len(group)), shape[1])
+        return work, (next(count for count in heights if count >= height()), shape[1])
 
     def _chunk(self, job: Job, width: int) -> Chunk:
         start = job.prefilled

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from deepinfer_jax.model import context
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.capture import NAMES, Capture
 from deepinfer_jax.model.rows import Rows
@@ -63,11 +64,11 @@ class DecodeInput:
     """A turn of each group.
 
     slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
-    verify; budget int32: draft rows in all; temperature f32 [block]: divides the confidence of each
-    place. known int32 [groups]: least position that the group's newest token can have; forced int32
-    [groups, reach] output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts
-    (-1: the router's) or None, both for the positions from `known` on. params, limit: one entry a
-    slot.
+    verify; budget int32 [shards]: draft rows of each shard's groups together (int32 inside a step);
+    temperature f32 [block]: divides the confidence of each place. known int32 [groups]: least
+    position that the group's newest token can have; forced int32 [groups, reach] output tokens (-1:
+    sampled), routes int32 [groups, reach, layers, k] experts (-1: the router's) or None, both for
+    the positions from `known` on. params, limit: one entry a slot.
     """
 
     slot: Leaf
@@ -159,7 +160,8 @@ def captured(recorder: Capture, rows: Rows, *, kept: Rows | None = None, border:
     are others (bounded replay); `ROW_NAMES` has what is recorded a row."""
 
     def wide(layer: int, leaf: Array) -> Array:
-        return row_lists.to_rectangle(rows if kept is None or layer < border else kept, leaf)
+        there = rows if kept is None or layer < border else kept
+        return row_lists.to_rectangle(there.everyone, context.together(there, leaf))
 
     return {
         name: {layer: wide(layer, leaf) for layer, leaf in layers.items()}

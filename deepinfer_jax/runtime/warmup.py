@@ -41,16 +41,15 @@ def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> No
     setup, width = loop.programs.setup, loop.programs.setup.cfg.vocab_size
     wide = loop.options._replace(top=min(MAX_LOGPROBS, width))
     several = (loop.options, wide) if logprobs else (loop.options,)
-    table = loop.pages.snapshot()
     for groups, sizes in loop.buckets().items():
         given = loop.desk.decode(
-            groups, groups, loop.options.block, (), table, loop.calibration.temperature
+            groups, groups, loop.options.block, (), loop.pages, loop.calibration.temperature
         )
         for size in sizes:
             for options in several:
                 _decode(loop, size, options, given)
     for height, chunk in loop.policy.prefill:
-        given = loop.desk.prefill(height, chunk, (), table)
+        given = loop.desk.prefill(height, chunk, (), loop.pages)
         tails = {chunk}
         if setup.numerics.replay == "compact":
             tails |= {0, min(setup.cfg.replay_keep, chunk)}
@@ -102,16 +101,20 @@ def measure(loop: Loop) -> dict[tuple[int, int], float]:
     start = max(min(LENGTH, loop.context - RUNS * (1 + block) - 1), 1)
     table, found = _pages(loop), {}
     for groups, sizes in loop.buckets().items():
-        given = loop.desk.decode(groups, groups, block, (), table, loop.calibration.temperature)
+        given = loop.desk.decode(
+            groups, groups, block, (), loop.pages, loop.calibration.temperature
+        )
+        used = _spread(loop, groups)
         given = dataclasses.replace(
             given,
-            slot=np.arange(groups, dtype=np.int32),
-            pages=table[:groups],
+            slot=used,
+            pages=table[used],
             room=np.full(groups, block, np.int32),
             limit=np.full(slots, np.iinfo(np.int32).max // 2, np.int32),
         )
         for size in sizes:
-            given = dataclasses.replace(given, budget=np.int32(size - groups))
+            draft_rows = np.full_like(given.budget, (size - groups) // loop.pages.shards)
+            given = dataclasses.replace(given, budget=draft_rows)
             seconds = []
             for _ in range(RUNS + 1):
                 again = np.full(slots, start, np.int32), np.zeros(slots, np.bool_)
@@ -128,10 +131,12 @@ def measure_prefill(loop: Loop) -> dict[tuple[int, int], float]:
     table, found = _pages(loop), {}
     for height, width in loop.policy.prefill:
         turns = min(height, loop.policy.slots)
-        given = loop.desk.prefill(height, width, (), table)
-        given.slot[:turns] = np.arange(turns)
+        used = _spread(loop, turns)
+        places = loop.pages.places(used.tolist(), height)
+        given = loop.desk.prefill(height, width, (), loop.pages)
+        given.slot[places] = used
         given.count[:], given.prompt[:], given.last[:] = width, width, True
-        given.pages[:turns] = table[:turns]
+        given.pages[places] = table[used]
         seconds = [
             _timed(loop, _prefill, loop, width, False, loop.options, given) for _ in range(RUNS + 1)
         ]
@@ -142,11 +147,22 @@ def measure_prefill(loop: Loop) -> dict[tuple[int, int], float]:
 
 def _pages(loop: Loop) -> np.ndarray:
     """A page table in which every slot has as many pages of its own as there are."""
-    slots, per_slot = loop.policy.slots, loop.pages.per_slot
-    held = min(per_slot, max(loop.pages.total // slots, 1))
+    slots, per_slot, shards = loop.policy.slots, loop.pages.per_slot, loop.pages.shards
+    total = loop.pages.total
+    held = min(per_slot, max(total // slots, 1))
     table = np.full((slots, per_slot), -1, np.int32)
-    table[:, :held] = np.arange(slots * held, dtype=np.int32).reshape(slots, held)
-    return np.where(table < loop.pages.total, table, -1)
+    # Of the shard's own run; slots past its end have none.
+    own = np.arange(slots // shards * held, dtype=np.int32).reshape(1, -1, held)
+    own = np.where(own < total // shards, own, -total)
+    own = own + np.arange(shards, dtype=np.int32)[:, None, None] * (total // shards)
+    table[:, :held] = np.maximum(own, -1).reshape(slots, held)
+    return table
+
+
+def _spread(loop: Loop, groups: int) -> np.ndarray:
+    """So many slots, equally many of each shard, in order."""
+    shards, slots = loop.pages.shards, loop.policy.slots
+    return np.arange(slots, dtype=np.int32).reshape(shards, -1)[:, : groups // shards].reshape(-1)
 
 
 def _timed(loop: Loop, run: Callable[..., Any], *given: Any) -> float:

@@ -12,6 +12,11 @@ VOCAB, CLASSES = 512, 387
 
 def config(**changes) -> ModelConfig:
     """Two halves, two KV sources, a reindex layer, one Engram layer and one draft stage."""
+    return ModelConfig.from_hf(hf(**changes))
+
+
+def hf(**changes) -> dict:
+    """The same as a Hugging Face config."""
     text = {
         "vocab_size": VOCAB,
         "hidden_size": 128,
@@ -67,21 +72,19 @@ def config(**changes) -> ModelConfig:
         "dspark_n_routed_experts": 8,
         "dspark_num_experts_per_tok": 2,
     } | changes
-    return ModelConfig.from_hf(
-        {
-            "model_type": "deepseek_v41",
-            "bos_token_id": 0,
-            "eos_token_id": 1,
-            "pad_token_id": 2,
-            "image_token_id": 510,
-            "text_config": text,
-            "quantization_config": {
-                "quant_method": "fp8",
-                "weight_block_size": [32, 32],
-                "expert_dtype": "fp4",
-            },
-        }
-    )
+    return {
+        "model_type": "deepseek_v41",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "pad_token_id": 2,
+        "image_token_id": 510,
+        "text_config": text,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "weight_block_size": [32, 32],
+            "expert_dtype": "fp4",
+        },
+    }
 
 
 def weights(cfg: ModelConfig, seed: int = 0):

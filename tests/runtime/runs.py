@@ -57,14 +57,15 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
 def scarce(llm: dj.LLM, *, pages: int, host_pages: int = 4096) -> Iterator[None]:
     """The engine with so few pages, and room for so many on the host; nothing compiles anew."""
     pool, scheduler = llm._loop.pages, llm._loop.scheduler
-    hidden, pool._free = pool._free[:-pages], pool._free[-pages:]
+    (free,) = pool._free
+    hidden, pool._free = free[:-pages], [free[-pages:]]
     policy = scheduler.policy
     scheduler.policy = dataclasses.replace(policy, host_pages=host_pages)
     try:
         yield
     finally:
         scheduler.policy = policy
-        pool._free = hidden + pool._free
+        pool._free = [hidden + pool._free[0]]
 
 
 def _first(one: Sequence, other: Sequence) -> int:
