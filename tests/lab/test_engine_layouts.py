@@ -15,12 +15,21 @@ from tests.lab.test_layouts import SIZES, read
 from tests.runtime.runs import same
 
 FAST = ("tp_ep",)
+# The test model without its first layer.
+SHORT = {
+    "num_hidden_layers": 3,
+    "compress_ratios": [2, 1, 1, 0],
+    "kv_source_layer_ids": [0, 1],
+    "index_source_layer_ids": [0, 1, 2],
+    "candidate_source_layer_id": 1,
+    "dspark_target_layer_ids": [1, 2],
+}
 LENGTHS = (5, 40, 61, 17, 33, 9, 2, 48, 20, 31)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    return synthetic.write(tmp_path_factory.mktemp("layouts") / "model", small_model.hf())
+    return synthetic.write(tmp_path_factory.mktemp("layouts") / "model", small_model.hf(**SHORT))
 
 
 @functools.cache
