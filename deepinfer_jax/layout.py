@@ -70,6 +70,7 @@ class Layout:
     rules: (logical axis, mesh axes). phases: (phase, rules) that override for activations.
     moe_dispatch: how rows reach expert shards; moe_capacity: pairs one exchange carries between
     two shards, in units of an equal split (more pairs take more rounds, none is dropped).
+    spare_experts: slots beyond one for each expert of a layer, for replicas of busy ones (EPLB).
     engram: where the tables live. prefill_order: "zigzag" gives each context shard an early and a
     late piece of the prompt (equal causal work).
     """
@@ -80,6 +81,7 @@ class Layout:
     phases: tuple[tuple[str, Rules], ...] = ()
     moe_dispatch: str = "gather"
     moe_capacity: int | float = 2
+    spare_experts: int = 0
     engram: str = "sharded"
     prefill_order: str = "natural"
 
@@ -90,6 +92,10 @@ class Layout:
         _choice(f"{where}, prefill_order", self.prefill_order, ORDERS)
         if type(self.moe_capacity) not in (int, float) or self.moe_capacity <= 0:
             raise ValueError(f"{where}, moe_capacity: must be positive, not {self.moe_capacity!r}")
+        if type(self.spare_experts) is not int or self.spare_experts < 0:
+            raise ValueError(
+                f"{where}, spare_experts: must be an integer >= 0, not {self.spare_experts!r}"
+            )
         for axis, size in self.axes:
             if type(size) is not int or size < 1:
                 raise ValueError(
@@ -125,7 +131,7 @@ class Layout:
                 table = tomllib.load(file)
             except tomllib.TOMLDecodeError as error:
                 raise ValueError(f"{path}: not valid TOML: {error}") from None
-        choices = ("moe_dispatch", "moe_capacity", "engram", "prefill_order")
+        choices = ("moe_dispatch", "moe_capacity", "spare_experts", "engram", "prefill_order")
         known = ("description", *choices, "mesh", "rules", *PHASES)
         for key in table:
             _choice(f"{path}", key, known)

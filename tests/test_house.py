@@ -70,11 +70,13 @@ MAY_IMPORT = {
     "deepinfer_jax.bench": RUNTIME | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
     "deepinfer_jax.bench.counts": BASE,
     "deepinfer_jax.chat": RUNTIME,
+    "deepinfer_jax.commands": RUNTIME | CHECKPOINT | DEMO | {"deepinfer_jax.lab"},
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
     | CONVERTERS
     | DEMO
-    | {"deepinfer_jax.bench", "deepinfer_jax.chat", "deepinfer_jax.lab", "deepinfer_jax"},
+    | {"deepinfer_jax.bench", "deepinfer_jax.chat", "deepinfer_jax.commands"}
+    | {"deepinfer_jax.lab", "deepinfer_jax"},
     "converters.safetensors_io": set(),
     "converters.names": BASE | {"deepinfer_jax.model", "converters.safetensors_io"},
     "converters": READERS | BASE | {"deepinfer_jax.model"},

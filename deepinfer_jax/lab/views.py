@@ -141,7 +141,8 @@ def difference(first: Layout, second: Layout, declared: Declared) -> Table:
     out = Table(title=f"{first.name} -> {second.name}")
     for name in ("what", first.name, second.name):
         out.add_column(name)
-    for field in ("axes", "moe_dispatch", "moe_capacity", "engram", "prefill_order"):
+    fields = ("axes", "moe_dispatch", "moe_capacity", "spare_experts", "engram", "prefill_order")
+    for field in fields:
         pair = getattr(first, field), getattr(second, field)
         if pair[0] != pair[1]:
             out.add_row(field, *map(str, pair))

@@ -8,10 +8,12 @@ and (X2, mix_f.pre) go to the next block. What "attention" is differs between th
 draft stages, so it is passed in.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
 import flax.struct
+import jax
 from jaxtyping import Array, Bool, Float, Int32
 
 from deepinfer_jax.config import ModelConfig
@@ -23,7 +25,7 @@ from deepinfer_jax.model.moe import MoEWeights
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
-from deepinfer_jax.spec import Leaf, norm
+from deepinfer_jax.spec import Leaf, Param, norm
 
 
 @flax.struct.dataclass
@@ -59,6 +61,15 @@ def abstract(cfg: ModelConfig, plan: LayerPlan, experts: int) -> BlockWeights:
         ffn=moe.abstract(cfg, experts),
         engram=engram.abstract(cfg, plan.index) if plan.engram else None,
     )
+
+
+def with_placement(declared: BlockWeights, weights: BlockWeights) -> BlockWeights:
+    """A block's declaration with the expert placement that the weights have, if they have one."""
+    placement = jax.tree.map(
+        lambda leaf: Param(leaf.shape, "int32", (None,) * leaf.ndim), weights.ffn.placement
+    )
+    ffn = dataclasses.replace(declared.ffn, placement=placement)
+    return dataclasses.replace(declared, ffn=ffn)
 
 
 def block(

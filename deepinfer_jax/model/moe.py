@@ -31,7 +31,8 @@ class MoEWeights:
     """gate [E, d] bfloat16, bias and bias_vl [E] float32 (bias_vl: image tokens).
 
     w13 [E, 2, ff, d] (0 gate, 1 up) and w2 [E, d, ff] FP4; shared_w1, shared_w3 [ff, d], shared_w2
-    [d, ff] FP8.
+    [d, ff] FP8. placement: `dispatch.Placement` of the experts in more than E slots, not a tensor
+    of the checkpoint; None where slot e holds expert e.
     """
 
     gate: Leaf
@@ -42,6 +43,7 @@ class MoEWeights:
     shared_w1: Leaf
     shared_w2: Leaf
     shared_w3: Leaf
+    placement: Leaf = None
 
 
 def abstract(cfg: ModelConfig, experts: int) -> MoEWeights:
@@ -147,9 +149,12 @@ def routed_experts(
             )
             return grouped_gemm.down(hidden, *w2, sizes, **options)
 
+        slots = jnp.where(valid[:, None], chosen, -1)
+        if weights.placement is not None:
+            slots = dispatch.to_physical(slots, weights.placement, _row_numbers(setup, slots))
         return dispatch.routed(
             x,
-            jnp.where(valid[:, None], chosen, -1),
+            slots,
             route_weight,
             stacked[0].shape[0],
             mlp,
@@ -158,6 +163,13 @@ def routed_experts(
             exact=setup.numerics.invariant,
             wire=_wire(x.shape[1], x.dtype) if setup.numerics.act_quant else None,
         )
+
+
+def _row_numbers(setup: Setup, slots: Int32[Array, "rows k"]) -> Int32[Array, " rows"]:
+    """Numbers that spread rows over replicas, other ones on each shard of the rows."""
+    axes = setup.layout.mesh_axes("rows", setup.phase)
+    first = jax.lax.axis_index(axes) if axes else 0
+    return jnp.arange(slots.shape[0], dtype=jnp.int32) + first
 
 
 def _wire(width: int, dtype: jnp.dtype) -> dispatch.Wire:

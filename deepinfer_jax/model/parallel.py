@@ -34,16 +34,20 @@ UNSHARDED = ("stream", "embed", "q_rank", "kv")
 
 def placed(declared: Any, layout: Layout) -> Any:
     """Declared parameters as they lie on devices: Engram rows rounded up to a multiple of the
-    shards (the released tables divide by 2 only; no row past the end is ever addressed)."""
+    shards (the released tables divide by 2 only; no row past the end is ever addressed), and the
+    backbone's experts with the layout's spare slots."""
     ways = layout.ways("engram_rows")
 
-    def leaf(param: Param) -> Param:
-        if "engram_rows" not in param.axes:
+    def leaf(path: tuple[Any, ...], param: Param) -> Param:
+        if param.axes[:1] == ("engram_rows",):
+            rows = -(-param.shape[0] // ways) * ways
+        elif param.axes[:1] == ("expert",) and path_name(path).startswith("layers/"):
+            rows = param.shape[0] + layout.spare_experts
+        else:
             return param
-        rows = -(-param.shape[0] // ways) * ways
         return dataclasses.replace(param, shape=(rows, *param.shape[1:]))
 
-    return jax.tree.map(leaf, declared)
+    return jax.tree_util.tree_map_with_path(leaf, declared)
 
 
 def check(layout: Layout, phase: str | None = None) -> None:

@@ -177,12 +177,13 @@ def draft(
 def weight_specs(setup: Setup, weights: Weights) -> Weights:
     """PartitionSpecs of a weights tree under the layout; parts it leaves out are left out."""
     declared = abstract(setup.cfg)
-    parts = {
+    parts: dict[str, Any] = {
         name: getattr(declared, name) if getattr(weights, name) is not None else None
         for name in ("draft", "vision", "image_start", "image_end", "image_newline")
     }
     if weights.token_map is not None:
         parts["token_map"] = Param(weights.token_map.shape, "int32", (None,))
+    parts["layers"] = tuple(map(blocks.with_placement, declared.layers, weights.layers))
     return parallel.specs(
         parallel.placed(dataclasses.replace(declared, **parts), setup.layout), setup.layout
     )

@@ -122,7 +122,8 @@ def place(
 ) -> jax.Array:
     """One leaf, slice by slice: read, put on its devices, forget.
 
-    stored: its shape in the checkpoint; rows that `parallel.placed` added past it are zero.
+    stored: its shape in the checkpoint; of what `parallel.placed` added past it, Engram rows are
+    zero and expert slots hold the first experts again.
     """
     stored = param.shape if stored is None else stored
     holders: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -131,7 +132,7 @@ def place(
         holders.setdefault(tuple((axis.start, axis.stop) for axis in region), []).append(device)
     shards = []
     for bounds, devices in holders.items():
-        data = _read(reader, name, bounds, stored)
+        data = _read(reader, name, bounds, stored, again=param.axes[:1] == ("expert",))
         for device in devices:
             one = jax.sharding.SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
             shards.append(jax.device_put(data, one))
@@ -148,14 +149,26 @@ def replicated(array: np.ndarray, layout: Layout | None = None) -> jax.Array:
 
 
 def _read(
-    reader: Reader, name: str, bounds: tuple[tuple[int, int], ...], stored: tuple[int, ...]
+    reader: Reader,
+    name: str,
+    bounds: tuple[tuple[int, int], ...],
+    stored: tuple[int, ...],
+    again: bool,
 ) -> np.ndarray:
-    """A region that may end past the stored rows, zeros there."""
+    """A region that may end past the stored rows: zeros there, or the stored ones ``again``."""
     start, stop = bounds[0] if bounds else (0, 0)
     last = min(stop, stored[0]) if bounds else 0
     if last == stop:
         return reader.read(name, tuple(slice(*bound) for bound in bounds))
     rest = tuple(slice(*bound) for bound in bounds[1:])
+    if again:
+        ends = [bound for bound in range(0, stop, stored[0]) if start < bound] + [stop]
+        begins = [start, *ends[:-1]]
+        runs = [
+            slice(begin % stored[0], begin % stored[0] + end - begin)
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        return np.concatenate([reader.read(name, (run, *rest)) for run in runs])
     there = reader.read(name, (slice(min(start, last), last), *rest))
     more = [(0, stop - start - there.shape[0])] + [(0, 0)] * (there.ndim - 1)
     return np.pad(there, more)

@@ -47,6 +47,16 @@ class Assignment:
         """Sum over steps of the load of the slowest shard, in tokens."""
         return float(self.loads(trace).max(axis=1).sum())
 
+    def sources(self, before: "Assignment") -> Int[np.ndarray, " slots"]:
+        """Where ``before`` held the expert of each slot: on the same shard if it did, int32."""
+        room = len(self.physical) // self.shards
+        found = np.zeros(len(self.physical), np.int32)
+        for slot, expert in enumerate(self.physical):
+            held = np.flatnonzero(before.physical == expert)
+            near = held[held // room == slot // room]
+            found[slot] = slot if slot in held else near[0] if len(near) else held[0]
+        return found
+
     def tables(
         self, width: int | None = None
     ) -> tuple[Int[np.ndarray, "experts replica"], Int[np.ndarray, " experts"]]:

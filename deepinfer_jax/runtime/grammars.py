@@ -85,6 +85,11 @@ class Grammars:
         """Blocks until the first of the compilations that samples wait for has ended."""
         self._waiting[0][1].exception()
 
+    def settle(self) -> None:
+        """Blocks until nothing compiles."""
+        for _, future in self._waiting:
+            future.exception()
+
     def start(self, sample: Sample) -> GrammarState:
         """Where a sample's grammar begins; free for one without."""
         grammar = self._held.get(sample.number)

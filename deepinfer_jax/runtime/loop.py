@@ -6,6 +6,7 @@ is taken from its results in `reading.py`.
 """
 
 import collections
+import dataclasses
 import time
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import numpy as np
 from deepinfer_jax import structured
 from deepinfer_jax.runtime import reading, sampling_state, speculation
 from deepinfer_jax.runtime import state as states
+from deepinfer_jax.runtime.experts import Counts
 from deepinfer_jax.runtime.feeding import Desk, decoder_rows
 from deepinfer_jax.runtime.grammars import Grammars
 from deepinfer_jax.runtime.pages import PAGE, Pages
@@ -41,7 +43,8 @@ class Loop:
 
     policy: shapes and fairness. context: most tokens of a request. adaptive: drafts are verified as
     far as `costs` (seconds of a decode step by (groups, rows)) say that it pays, else all of them.
-    dispatched: steps so far, by kind, groups and rows (of a prefill: sequences and width).
+    counts: gets the experts that each step's tokens went to. dispatched: steps so far, by kind,
+    groups and rows (of a prefill: sequences and width).
     """
 
     def __init__(
@@ -60,6 +63,7 @@ class Loop:
         self.adaptive = adaptive and self.options.block > 0
         self.costs: dict[tuple[int, int], float] = {}
         self.capture: tuple[str, ...] = ()
+        self.counts: Counts | None = None
         self.dispatched: collections.Counter[tuple[str, int, int]] = collections.Counter()
         self._total, self._compiler = pages, compiler
         self._samples: dict[int, Sample] = {}
@@ -109,6 +113,8 @@ class Loop:
 
     def turn(self) -> None:
         """One round: dispatch what can be planned, then read the step before it."""
+        if self.programs.everywhere:  # which grammar compiles first is not the same everywhere
+            self.grammars.settle()
         for sample, error in self.grammars.ready():
             self._enqueue(sample) if error is None else self._drop(sample, error)
         step = self.scheduler.plan()
@@ -194,7 +200,8 @@ class Loop:
         """Static choices of a step: alternatives are reported if anybody asks for some."""
         most = max(sample.params.logprobs or 0 for sample in samples)
         top = min(MAX_LOGPROBS, self.programs.setup.cfg.vocab_size) if most or score else 0
-        return self.options._replace(top=top, capture=self.capture)
+        routes = () if self.counts is None or "routes" in self.capture else ("routes",)
+        return self.options._replace(top=top, capture=self.capture + routes)
 
     def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> StepOutput:
         setup = self.programs.setup
@@ -236,6 +243,13 @@ class Loop:
         outcomes: dict[int, Outcome] = {}
         if flight.output is not None:
             found = jax.device_get(flight.output)
+            if self.counts is not None and "routes" in found.captured:
+                self.counts.add(
+                    found.captured["routes"],
+                    reading.used_rows(flight.places, flight.step.work, found),
+                )
+                kept = {name: found.captured[name] for name in self.capture}
+                found = dataclasses.replace(found, captured=kept)
             for place, item, sample in zip(
                 flight.places, flight.step.work, flight.samples, strict=True
             ):

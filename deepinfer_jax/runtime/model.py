@@ -19,7 +19,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
-from deepinfer_jax.runtime import checkpoint
+from deepinfer_jax.runtime import checkpoint, experts
 from pallas_kernels import Kernels
 
 
@@ -118,4 +118,4 @@ def load(
         weights = dataclasses.replace(
             weights, token_map=checkpoint.replicated(found.token_map, layout)
         )
-    return Model(setup, weights, found.tokenizer)
+    return Model(setup, experts.first(weights, setup), found.tokenizer)

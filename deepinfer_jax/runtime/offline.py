@@ -6,7 +6,8 @@ Input, one object a line: "id" (any JSON string or number, unique), "prompt" (te
 
 Every input line gives exactly one output line, also one that cannot be served. A run that was
 killed at any moment goes on where it ended: a half-written last line is cut off, ids that are in
-the output are skipped. A request without a seed gets one from its line number, so it draws the same
+the output are skipped. Of several processes (`cluster.py`) the first reads and writes the output.
+A request without a seed gets one from its line number, so it draws the same
 noise in whatever run it is served.
 """
 
@@ -20,7 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from deepinfer_jax.runtime import noise
+from deepinfer_jax.runtime import cluster, noise
 from deepinfer_jax.runtime.engine import LLM, Prompt
 from deepinfer_jax.runtime.outputs import DraftCounts, RequestOutput
 from deepinfer_jax.runtime.sampling_params import SamplingParams
@@ -55,10 +56,11 @@ def run(
     """
     source, target = Path(source), Path(target)
     total = sum(1 for _ in records(source, defaults))
-    done = recover(target)
+    done = dict(cluster.from_first(lambda: list(recover(target).items())))
     waiting = (record for record in records(source, defaults) if record.id not in done)
     taken: dict[int, Record] = {}
-    with target.open("a", encoding="utf-8") as file, Report(console, total, len(done)) as report:
+    quiet = console if cluster.is_first() else Console(quiet=True)
+    with cluster.results(target) as file, Report(quiet, total, len(done)) as report:
 
         def write(record: Record, request: RequestOutput) -> None:
             file.write(json.dumps(_line(record, request), ensure_ascii=False) + "\n")

@@ -4,11 +4,13 @@ Results are read one step late. A sample that has ended meanwhile (a stop string
 skipped by the caller; what the device computed beyond a sample's end is dropped here.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.runtime.requests import Sample, entry
-from deepinfer_jax.runtime.scheduler import Chunk
+from deepinfer_jax.runtime.scheduler import Chunk, Turn
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
 from deepinfer_jax.runtime.step_types import StepOutput
 
@@ -36,6 +38,16 @@ def read_tokens(sample: Sample, found: StepOutput, place: int) -> tuple[int, boo
         sample.fail("the model's logits are not finite, or no token is allowed here")
         return count, True
     return count, False
+
+
+def used_rows(
+    places: Sequence[int], work: Sequence[Chunk | Turn], found: StepOutput
+) -> list[tuple[int, int]]:
+    """(place, rows that the step computed for it) of every group, rejected drafts included."""
+    return [
+        (place, item.count if isinstance(item, Chunk) else 1 + int(found.verified[place]))
+        for place, item in zip(places, work, strict=True)
+    ]
 
 
 def read_prompt(sample: Sample, chunk: Chunk, found: StepOutput, place: int) -> None:

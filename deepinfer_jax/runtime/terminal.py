@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from deepinfer_jax.runtime import cluster
 from deepinfer_jax.runtime.engine import LLM
 from deepinfer_jax.runtime.outputs import RequestOutput
 from deepinfer_jax.runtime.sampling_params import SamplingParams
@@ -23,7 +24,11 @@ def traced(folder: str | None) -> Any:
 
 
 def show(llm: LLM, prompts: list[str], params: SamplingParams, as_json: bool) -> int:
-    """Prints what the prompts give; the exit code: 1 if a request failed."""
+    """Prints what the prompts give; the exit code: 1 if a request failed. Only the first process
+    prints."""
+    if not cluster.is_first():
+        results = llm.generate(prompts, params)
+        return 1 if any(result.error is not None for result in results) else 0
     if as_json:
         results = llm.generate(prompts, params)
         for result in results:

@@ -20,6 +20,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from deepinfer_jax.runtime import cluster
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
@@ -80,16 +81,19 @@ def step_seconds(loop: Loop, folder: Path) -> dict[tuple[int, int], float]:
     what = _identity(loop)
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:20]
     file = folder / f"steps-{digest}.json"
-    if file.is_file():
-        kept = json.loads(file.read_text(encoding="utf-8"))
-        return {(groups, rows): seconds for groups, rows, seconds in kept["seconds"]}
-    found = measure(loop)
-    folder.mkdir(parents=True, exist_ok=True)
-    written = file.with_suffix(f".{time.time_ns()}")  # renamed when whole: engines may race
-    seconds = [[groups, rows, value] for (groups, rows), value in found.items()]
-    written.write_text(json.dumps({"what": what, "seconds": seconds}), encoding="utf-8")
-    written.replace(file)
-    return found
+    kept = cluster.from_first(
+        lambda: json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+    )
+    if kept is None:
+        found = measure(loop)
+        seconds = [[groups, rows, value] for (groups, rows), value in found.items()]
+        kept = cluster.from_first(lambda: {"what": what, "seconds": seconds})
+        if cluster.is_first():
+            folder.mkdir(parents=True, exist_ok=True)
+            written = file.with_suffix(f".{time.time_ns()}")  # renamed when whole: engines may race
+            written.write_text(json.dumps(kept), encoding="utf-8")
+            written.replace(file)
+    return {(groups, rows): value for groups, rows, value in kept["seconds"]}
 
 
 def measure(loop: Loop) -> dict[tuple[int, int], float]:

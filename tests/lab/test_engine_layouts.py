@@ -9,7 +9,12 @@ import pytest
 
 import deepinfer_jax as dj
 from converters import synthetic
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.runtime import experts
+from deepinfer_jax.runtime import model as models
 from deepinfer_jax.runtime.engine import Shapes
+from deepinfer_jax.runtime.eplb import Assignment
+from deepinfer_jax.runtime.programs import compiled_programs
 from tests.lab import small_model
 from tests.lab.test_layouts import SIZES, read
 from tests.runtime.runs import same
@@ -33,16 +38,15 @@ def folder(tmp_path_factory) -> Path:
 
 
 @functools.cache
-def engine(folder: Path, name: str, **options) -> dj.LLM:
+def engine(folder: Path, under: Layout) -> dj.LLM:
     """Eight slots; prompts go through in chunks of 32."""
     return dj.LLM(
         folder,
-        layout=None if name == "single" else read(name),
+        under,
         numerics=dj.Numerics.preset("float32", cache_qdq=False),
         max_slots=8,
         max_context=128,
         shapes=Shapes(prefill=((8, 32),)),
-        **options,
     )
 
 
@@ -58,7 +62,8 @@ def requests():
 
 @functools.cache
 def outcome(folder: Path, name: str):
-    return engine(folder, name).generate(*requests(), strict=True)
+    under = Layout.single() if name == "single" else read(name)
+    return engine(folder, under).generate(*requests(), strict=True)
 
 
 @pytest.mark.parametrize(
@@ -67,3 +72,60 @@ def outcome(folder: Path, name: str):
 )
 def test_generated_tokens_are_those_of_one_device(folder, name):
     same(outcome(folder, name), outcome(folder, "single"), ids_only=True)
+
+
+@pytest.mark.slow
+def test_experts_move_without_compiling_and_without_changing_a_bit(folder):
+    """Counts of a run, replicas chosen from them and placed: the same bits, nothing compiled."""
+    prompts, params = requests()
+    params = [dataclasses.replace(one, logprobs=0) for one in params]
+    llm = engine(folder, dataclasses.replace(read("ep"), spare_experts=8))
+    with experts.recorded(llm) as counts:
+        before = llm.generate(prompts, params, strict=True)
+        traces = counts.traces()
+        assert traces.keys() == {0, 1, 2}
+        fed = sum(LENGTHS) + sum(len(out.outputs[0].token_ids) - 1 for out in before)
+        assert all(trace.sum() >= fed * small_model.K for trace in traces.values())
+        compiled = [program.variants() for program in compiled_programs()]
+        for policy in ("sum_of_max", "mean"):
+            chosen = experts.rebalance(llm, traces, policy)
+            assert all(one.replicas().max() > 1 for one in chosen.values())
+            same(llm.generate(prompts, params, strict=True), before)
+    assert [program.variants() for program in compiled_programs()] == compiled
+
+
+def test_placement_changes_no_bit_of_the_logits(folder):
+    """Any placement of any replicas, one compiled program."""
+    under = dataclasses.replace(Layout.single(), spare_experts=8)
+    model = dj.load(folder, under, numerics=dj.Numerics.preset("float32", cache_qdq=False))
+    ids, lengths = small_model.tokens(2, 24)
+    want = np.asarray(model.forward(ids, lengths).logits)
+    variants = models._forward.variants()
+    rng = np.random.default_rng(3)
+    for _ in range(2):
+        chosen = {}
+        for layer in (0, 2):
+            slots = np.concatenate([np.arange(64), rng.integers(0, 64, 8)])
+            chosen[layer] = Assignment(rng.permutation(slots).astype(np.int32), 64, 1)
+        model = dataclasses.replace(
+            model, weights=experts.placed(model.setup, model.weights, chosen)
+        )
+        np.testing.assert_array_equal(model.forward(ids, lengths).logits, want)
+    assert models._forward.variants() == variants
+    plain = dj.load(folder, numerics=dj.Numerics.preset("float32", cache_qdq=False))
+    np.testing.assert_array_equal(plain.forward(ids, lengths).logits, want)
+
+
+def test_rebalance_refuses(folder, tmp_path):
+    counts = experts.Counts(4)
+    counts.add({1: np.array([[[0, 3], [3, 1]], [[2, 2], [0, 0]]])}, [(0, 2), (1, 1)])
+    counts.add({1: np.array([[[0, 3], [3, 1]], [[2, 2], [0, 0]]])}, [(0, 1)])
+    counts.save(tmp_path / "trace.npz")
+    np.testing.assert_array_equal(
+        experts.load(tmp_path / "trace.npz")[1], [[1, 1, 2, 2], [1, 0, 0, 1]]
+    )
+    np.savez(tmp_path / "other.npz", x=np.zeros(3))
+    with pytest.raises(ValueError, match="expected arrays layer_N, found x"):
+        experts.load(tmp_path / "other.npz")
+    with pytest.raises(ValueError, match="layout 'single': rebalance needs spare_experts > 0"):
+        experts.rebalance(engine(folder, Layout.single()), {})

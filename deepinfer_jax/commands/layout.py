@@ -1,0 +1,85 @@
+"""`deepinfer-jax layout`: where parameters go, what a layout costs, what differs."""
+
+import argparse
+from collections.abc import Sequence
+from typing import Any
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The actions of the command and their options."""
+    actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    for name, count, text in (
+        ("show", 1, "tree of parameters, placements and bytes"),
+        ("compare", "+", "memory, collectives and modelled time side by side"),
+        ("diff", 2, "what differs between two layouts"),
+    ):
+        action = actions.add_parser(name, help=text)
+        action.set_defaults(handler=run)
+        action.add_argument("layouts", nargs=count, metavar="LAYOUT", help="file or shipped name")
+        action.add_argument("--model", default="v41-flash", help="config file or shipped name")
+        action.add_argument("--axis", action="append", default=[], metavar="NAME=SIZE")
+        if name == "show":
+            action.add_argument("--depth", type=int, default=3)
+        if name == "compare":
+            action.add_argument("--devices", required=True, metavar="KINDxN", help="e.g. h200x64")
+            action.add_argument("--batch", type=int, default=256, help="sequences, all devices")
+            action.add_argument("--context", default="8k", help="tokens; 8k and 128k are read")
+            action.add_argument("--phase", default="decode", choices=("decode", "prefill"))
+            action.add_argument("--numerics", default="reference")
+            action.add_argument("--json-to", metavar="DIR")
+            action.add_argument("--png-to", metavar="FILE")
+
+
+def run(options: argparse.Namespace) -> int:
+    """The command; its exit code."""
+    from rich.console import Console
+
+    from deepinfer_jax import shipped
+    from deepinfer_jax.config import ModelConfig, Numerics
+    from deepinfer_jax.lab import commands
+    from deepinfer_jax.runtime import priced
+
+    console = Console()
+    cfg = ModelConfig.from_json(shipped.find("models", options.model))
+    layouts = commands.read(options.layouts, sizes(options.axis))
+
+    def declared(layout: Any) -> Any:
+        return priced.parameters(cfg, layout)
+
+    if options.action == "show":
+        return commands.show(layouts[0], declared, console, options.depth)
+    if options.action == "diff":
+        return commands.diff(layouts[0], layouts[1], declared, console)
+    context = options.context.lower()
+    tokens = int(context[:-1]) * 1024 if context.endswith("k") else int(context)
+    numerics = Numerics.preset(options.numerics)
+
+    def build(layout: Any) -> commands.Case:
+        if options.phase == "prefill":
+            program = priced.prefill(cfg, layout, numerics, batch=options.batch, context=tokens)
+        else:
+            program = priced.decode(cfg, layout, numerics, batch=options.batch, context=tokens)
+        return commands.Case(
+            program.function, program.args, priced.group, program.tokens, program.used
+        )
+
+    return commands.compare(
+        layouts,
+        build,
+        declared,
+        options.devices,
+        console,
+        json_to=options.json_to,
+        png_to=options.png_to,
+    )
+
+
+def sizes(texts: Sequence[str]) -> dict[str, int]:
+    """--axis NAME=SIZE, given repeatedly."""
+    axes = {}
+    for text in texts:
+        name, _, size = text.partition("=")
+        if not size.isdigit():
+            raise ValueError(f"--axis {text}: expected NAME=SIZE")
+        axes[name] = int(size)
+    return axes
