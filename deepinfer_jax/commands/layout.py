@@ -4,6 +4,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+COMPILE_SECONDS = 3600.0
+
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The actions of the command and their options."""
@@ -26,6 +28,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             action.add_argument("--context", default="8k", help="tokens; 8k and 128k are read")
             action.add_argument("--phase", default="decode", choices=("decode", "prefill"))
             action.add_argument("--numerics", default="reference")
+            action.add_argument(
+                "--compile",
+                choices=("cpu", "gpu"),
+                help="read collectives from the compiled program: for simulated CPU devices, or "
+                "for the GPUs of --devices without having one (aot extra)",
+            )
             action.add_argument("--json-to", metavar="DIR")
             action.add_argument("--png-to", metavar="FILE")
 
@@ -36,12 +44,14 @@ def run(options: argparse.Namespace) -> int:
 
     from deepinfer_jax import shipped
     from deepinfer_jax.config import ModelConfig, Numerics
-    from deepinfer_jax.lab import commands
+    from deepinfer_jax.lab import commands, devices, simulate
     from deepinfer_jax.runtime import priced
 
     console = Console()
-    cfg = ModelConfig.from_json(shipped.find("models", options.model))
+    model = shipped.find("models", options.model)
+    cfg = ModelConfig.from_json(model)
     layouts = commands.read(options.layouts, sizes(options.axis))
+    by_name = dict(zip((layout.name for layout in layouts), options.layouts, strict=True))
 
     def declared(layout: Any) -> Any:
         return priced.parameters(cfg, layout)
@@ -63,6 +73,21 @@ def run(options: argparse.Namespace) -> int:
             program.function, program.args, priced.group, program.tokens, program.used
         )
 
+    def compiled(layout: Any) -> simulate.Compiled:
+        target = {
+            "model": str(model),
+            "layout": str(shipped.find("layouts", by_name[layout.name])),
+            "axes": dict(layout.axes),
+            "phase": options.phase,
+            "batch": options.batch,
+            "context": tokens,
+            "numerics": options.numerics,
+            "ragged": options.compile == "gpu",
+        }
+        gpu = devices.parse(options.devices)[0] if options.compile == "gpu" else None
+        name = f"{priced.__name__}:{priced.target.__name__}"
+        return simulate.in_child(name, target, layout.size, gpu, timeout=COMPILE_SECONDS)
+
     return commands.compare(
         layouts,
         build,
@@ -71,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
         console,
         json_to=options.json_to,
         png_to=options.png_to,
+        compiled=compiled if options.compile else None,
     )
 
 

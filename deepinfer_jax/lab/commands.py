@@ -80,7 +80,8 @@ def compare(
     """Price layouts for devices such as ``"h200x64"`` and print them side by side.
 
     A layout of another size than the devices is an error that names both. compiled: takes
-    collectives from a compiled program instead of the trace. json_to: a folder that gets one file a
+    collectives, and for GPUs the peak of intermediate results, from a compiled program instead of
+    the trace. json_to: a folder that gets one file a
     layout; png_to: a plot.
     """
     kind, count = kinds.parse(device)
@@ -103,7 +104,15 @@ def compare(
             tokens=case.tokens,
             used=case.used,
             collectives=program.collectives if program else None,
+            # The CPU backend's temporaries are not those of an accelerator.
+            activations=program.temporary_bytes if program and program.platform != "cpu" else None,
         )
+        if program:
+            console.print(
+                f"{layout.name}: compiled for {layout.size} {program.platform} devices in "
+                f"{program.seconds:.0f} s, {views.size(program.argument_bytes)} of arguments and "
+                f"{views.size(program.temporary_bytes)} of temporaries each"
+            )
         found.append(dataclasses.replace(priced, warnings=_warnings(layout, declared(layout))))
     console.print(views.table(found))
     for one in found:

@@ -170,9 +170,15 @@ def target(
     batch: int,
     context: int,
     numerics: str = "reference",
+    ragged: bool = True,
 ) -> tuple[Callable[..., Any], tuple, Layout, tuple[int, ...]]:
-    """A program for ``lab.simulate.in_child``: paths and numbers in, shardings on real devices."""
+    """A program for ``lab.simulate.in_child``: paths and numbers in, shardings on real devices.
+
+    ragged: False where the backend has no ragged exchange; rounds of a fixed size take its place.
+    """
     under = Layout.from_toml(layout, axes)
+    if not ragged and under.moe_dispatch == "ragged":
+        under = dataclasses.replace(under, moe_dispatch="alltoall")
     cfg = ModelConfig.from_json(model)
     found = PHASES[phase](
         cfg, under, Numerics.preset(numerics), batch=batch, context=context, devices=devices

@@ -33,9 +33,11 @@ SIZES = {
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 NUMERICS = Numerics.preset("float32")
 BATCH, CONTEXT = 16, 256
+PROMPTS, LENGTH = 4, 64  # of a prefill
 # Of the small model: width, vocabulary, slots of a row, verified and drafted rows a sequence.
 D, V, K, DRAFT_K, VERIFY, BLOCK, RANK = 128, 512, 3, 2, 4, 3, 32
 LAYERS, INDEX_LAYERS, INDEX_HEADS, INDEX_DIM, COLUMNS, ROW_BYTES = 4, 3, 8, 32, 6, 33
+HEAD_DIM, SOURCES = 64, 2
 
 
 def read(name: str) -> Layout:
@@ -48,11 +50,20 @@ def decode(under: Layout, **options):
     )
 
 
+def prefill(under: Layout, **options):
+    return priced.prefill(
+        small_model.config(), under, NUMERICS, batch=PROMPTS, context=LENGTH, **options
+    )
+
+
+BUILD = {"decode": decode, "prefill": prefill}
+
+
 @functools.cache
-def report(name: str) -> LayoutReport:
+def report(name: str, phase: str = "decode") -> LayoutReport:
     under = read(name)
     device, _ = devices.parse("h200")
-    found = decode(under)
+    found = BUILD[phase](under)
     return price(
         found.function,
         found.args,
@@ -138,6 +149,40 @@ def closed_form(name: str) -> dict[str, dict[str, float]]:
     }
 
 
+def closed_form_of_context() -> dict[str, dict[str, float]]:
+    """The same of a prefill of whole prompts, each cut over the four shards of "context".
+
+    Rows send what later rows read of them to all shards: window KV and, of each KV source,
+    compressed entries and index keys as stored, the inputs of the ratio-2 compressor in float32,
+    n-gram classes. The last row of each prompt reaches every shard, and the head's columns.
+    """
+    groups, rows = PROMPTS // 2, PROMPTS // 2 * LENGTH
+    own, part = rows // 4, 3 / 4
+    window = HEAD_DIM + HEAD_DIM // 32
+    entry = HEAD_DIM // 2 + HEAD_DIM // 16 + INDEX_DIM // 2 + INDEX_DIM // 32
+    kept = LAYERS * window + SOURCES * entry + 2 * HEAD_DIM * 4 + 4
+    asked = 4 * min(own, math.ceil(2 * own / 4))
+    return {
+        "data*context": add(
+            *[exchange(own * K, 8, D * 4 + 4 + 4, D * 4, 4)] * LAYERS,
+            exchange(own * COLUMNS, 8, 4, ROW_BYTES),
+            {"all-reduce": 2 * 7 / 8 * 4},  # rounds of the embedding's exchange
+        ),
+        "context": {
+            "all-gather": part * (rows * kept + 4 * groups * D * 4),
+            "all-to-all": part * (asked * (4 + D * 2) + 4 * groups * V // 4 * 4),
+            "all-reduce": 2 * part * groups * D * 4,
+        },
+    }
+
+
+def test_context_parallel_prefill_sends_the_closed_form():
+    found, want = report("cp_ep_prefill", "prefill").sent, closed_form_of_context()
+    assert found.keys() == want.keys()
+    for axes, kinds in want.items():
+        assert found[axes] == pytest.approx(kinds), axes
+
+
 @pytest.mark.parametrize(
     "name", ["ep", "tp_ep", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dp", "tp"))]
 )
@@ -150,16 +195,16 @@ def test_collective_bytes_are_the_closed_form(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["ep", "tp", "tp_ep"])
+@pytest.mark.parametrize("name", ["ep", "tp", "tp_ep", "cp_ep_prefill"])
 def test_compiled_program_sends_the_same(name):
-    under = read(name)
-    found = decode(under, devices=jax.devices())
+    under, phase = read(name), "prefill" if "prefill" in name else "decode"
+    found = BUILD[phase](under, devices=jax.devices())
     compiled = simulate.compile_program(found.function, found.args, dict(under.axes), donate=(1,))
     sent: dict[str, dict[str, float]] = {}
     for one in compiled.collectives:
         kinds = sent.setdefault("*".join(one.axes), {})
         kinds[one.kind] = kinds.get(one.kind, 0.0) + one.sent(dict(under.axes))
-    want = closed_form(name)
+    want = closed_form(name) if phase == "decode" else closed_form_of_context()
     assert sent.keys() == want.keys()
     for axes, kinds in want.items():
         assert sent[axes] == pytest.approx(kinds), axes
@@ -167,24 +212,29 @@ def test_compiled_program_sends_the_same(name):
     assert compiled.argument_bytes == pytest.approx(sum(held.values()), rel=0.01)
 
 
-def summary(name: str) -> dict:
+def summary(name: str, phase: str) -> dict:
     """What a golden file holds: everything but modelled time, which devices.toml may change."""
-    table = json.loads(report(name).to_json())
+    table = json.loads(report(name, phase).to_json())
     kept = ("layout", "axes", "bytes", "host_bytes", "sent", "collectives", "flop", "touched")
     return {key: table[key] for key in kept}
 
 
+GOLDEN_CASES = [*((name, "decode") for name in SIZES), ("cp_ep_prefill", "prefill")]
+QUICK = (("ep", "decode"), ("tp_ep", "decode"), ("cp_ep_prefill", "prefill"))
+
+
+def golden(name: str, phase: str) -> pathlib.Path:
+    return GOLDEN / (f"{name}.json" if phase == "decode" else f"{name}.{phase}.json")
+
+
 @pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=() if name in ("ep", "tp_ep") else pytest.mark.slow)
-        for name in SIZES
-    ],
+    ("name", "phase"),
+    [pytest.param(*one, marks=() if one in QUICK else pytest.mark.slow) for one in GOLDEN_CASES],
 )
-def test_golden_reports(name):
+def test_golden_reports(name, phase):
     """Run this file as a script to write them again after a change that is meant."""
-    want = json.loads((GOLDEN / f"{name}.json").read_text())
-    got = json.loads(json.dumps(summary(name)))
+    want = json.loads(golden(name, phase).read_text())
+    got = json.loads(json.dumps(summary(name, phase)))
     for key, value in want.items():
         assert got[key] == value, f"{name}: {key}"
 
@@ -311,6 +361,5 @@ def test_the_released_model_on_64_devices():
 if __name__ == "__main__":
     jax.config.update("jax_num_cpu_devices", 8)
     GOLDEN.mkdir(exist_ok=True)
-    for layout in SIZES:
-        path = GOLDEN / f"{layout}.json"
-        path.write_text(json.dumps(summary(layout), indent=1, sort_keys=True) + "\n")
+    for case_ in GOLDEN_CASES:
+        golden(*case_).write_text(json.dumps(summary(*case_), indent=1, sort_keys=True) + "\n")
