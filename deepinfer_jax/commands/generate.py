@@ -1,6 +1,7 @@
 """`deepinfer-jax generate`: continue prompts, on one device or a layout of them."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -55,6 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
     group.add_argument("--num-processes", type=int, metavar="N")
     group.add_argument("--process-id", type=int, metavar="I")
+    group.add_argument("--record-experts", metavar="F.npz", help="tokens by expert and step")
     parser.add_argument("--trace", metavar="DIR", help="write a profile of the run (jax.profiler)")
 
 
@@ -77,7 +79,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     from deepinfer_jax.commands.layout import sizes
     from deepinfer_jax.config import Numerics
     from deepinfer_jax.lab.commands import read
-    from deepinfer_jax.runtime import cluster, offline, terminal
+    from deepinfer_jax.runtime import cluster, experts, offline, terminal
     from deepinfer_jax.runtime.engine import LLM
     from deepinfer_jax.runtime.sampling_params import SamplingParams
 
@@ -105,7 +107,11 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
         accept=options.accept,
         cache=cache(),
     )
-    with terminal.traced(options.trace):
+    with terminal.traced(options.trace), contextlib.ExitStack() as stack:
+        if options.record_experts is not None:
+            counts = stack.enter_context(experts.recorded(llm))
+            if cluster.is_first():
+                stack.callback(counts.save, options.record_experts)
         if options.input is not None:
             failed = offline.run(llm, options.input, options.output, fields, Console(stderr=True))
             return 1 if failed else 0

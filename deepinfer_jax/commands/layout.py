@@ -1,6 +1,7 @@
 """`deepinfer-jax layout`: where parameters go, what a layout costs, what differs."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ COMPILE_SECONDS = 3600.0
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The actions of the command and their options."""
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
+    _balance_options(actions.add_parser("balance", help="replay recorded expert counts (EPLB)"))
     for name, count, text in (
         ("show", 1, "tree of parameters, placements and bytes"),
         ("compare", "+", "memory, collectives and modelled time side by side"),
@@ -36,6 +38,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             )
             action.add_argument("--json-to", metavar="DIR")
             action.add_argument("--png-to", metavar="FILE")
+
+
+def _balance_options(parser: argparse.ArgumentParser) -> None:
+    parser.set_defaults(handler=_balance)
+    parser.add_argument("trace", metavar="F.npz", help="of `generate --record-experts F.npz`")
+    parser.add_argument("--shards", type=int, required=True, help="devices that hold the experts")
+    parser.add_argument("--spare", type=int, default=0, help="slots for replicas, all shards")
+    parser.add_argument("--interval", type=int, default=100, help="steps between two placements")
+    parser.add_argument("--window", type=int, default=100, help="steps a placement is chosen from")
+    parser.add_argument("--json", action="store_true")
+
+
+def _balance(options: argparse.Namespace) -> int:
+    """Replays a recorded trace under every policy, layer by layer and summed over them."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from deepinfer_jax.runtime import eplb, experts
+
+    given = {name: getattr(options, name) for name in ("shards", "spare", "interval", "window")}
+    layers = {
+        layer: eplb.replay(trace, **given) for layer, trace in experts.load(options.trace).items()
+    }
+    if options.json:
+        print(json.dumps({"options": given, "layers": layers}))
+        return 0
+    table = Table(title="tokens on the slowest shard, summed over steps")
+    for name in ("layer", *eplb.POLICIES, "perfect balance", "slots moved"):
+        table.add_column(name, justify="right")
+    total = dict.fromkeys((*eplb.POLICIES, "ideal", "moved"), 0.0)
+    for layer, found in layers.items():
+        row = {policy: found[policy]["cost"] for policy in eplb.POLICIES}
+        row |= {"ideal": found["none"]["ideal"], "moved": found["sum_of_max"]["moved"]}
+        total = {name: total[name] + value for name, value in row.items()}
+        table.add_row(str(layer), *(f"{value:,.0f}" for value in row.values()))
+    table.add_section()
+    table.add_row("all", *(f"{value:,.0f}" for value in total.values()))
+    Console().print(table)
+    return 0
 
 
 def run(options: argparse.Namespace) -> int:
