@@ -16,7 +16,7 @@ from deepinfer_jax.runtime import cluster
 from deepinfer_jax.runtime.engine import Shapes
 from tests.lab import small_model
 
-HERE = pathlib.Path(__file__).parent
+ROOT = pathlib.Path(__file__).parents[2]
 # Two window layers: enough for experts over the processes, and quick to compile.
 CONFIG = {
     "num_hidden_layers": 2,
@@ -63,7 +63,7 @@ def run(folder, tmp_path, request) -> list[dict[str, list]]:
             *("--coordinator", f"localhost:{port}", "--num-processes", "2", "--ignore-eos"),
             *("--process-id", str(number), "--cache", str(tmp_path / "cache")),
         ]
-        command = [sys.executable, str(HERE / "process.py"), str(tmp_path / f"read{number}")]
+        command = [sys.executable, "-m", "tests.lab.process", str(tmp_path / f"read{number}")]
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": cache}
         processes.append(
             subprocess.Popen(
@@ -72,6 +72,7 @@ def run(folder, tmp_path, request) -> list[dict[str, list]]:
                 stderr=subprocess.STDOUT,
                 text=True,
                 env=environment,
+                cwd=ROOT,
             )
         )
     said = [process.communicate()[0] for process in processes]
