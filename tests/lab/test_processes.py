@@ -81,6 +81,7 @@ def run(folder, tmp_path, request) -> list[dict[str, list]]:
     return [json.loads((tmp_path / f"read{number}").read_text()) for number in range(2)]
 
 
+@pytest.mark.slow
 def test_two_processes(folder, tmp_path, request):
     """Tokens of one device; each expert is read by one process only, each once."""
     read = run(folder, tmp_path, request)
