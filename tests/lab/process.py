@@ -1,6 +1,8 @@
 """One process of several: runs the command line and reports which parts of tensors it read.
 
-    python -m tests.lab.process REPORT ARGUMENT...    writes {path: [[[start, stop], ...] of each read]}
+    python -m tests.lab.process REPORT ARGUMENT...
+
+REPORT gets {path: [[[start, stop], ...] of each read]}.
 """
 
 import json
