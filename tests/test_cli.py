@@ -1,10 +1,13 @@
 """The command line refuses bad input with one line and exit code 2, and prices layouts."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from deepinfer_jax import cli
+from deepinfer_jax.runtime.experts import Counts
 
 TINY = Path(__file__).parent / "golden" / "v41-tiny"
 
@@ -53,6 +56,21 @@ def test_inspect_names_what_is_there(capsys: pytest.CaptureFixture[str]) -> None
 def test_layout_show_prints_local_shapes(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["layout", "show", "ep", "--axis", "expert=8", "--depth", "5"]) == 0
     assert "uint8[48, 2," in capsys.readouterr().out
+
+
+def test_layout_balance_replays_a_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    counts = Counts(8)
+    routes = np.array([[[0, 1], [0, 2], [0, 3]]], np.int32)
+    for _ in range(12):
+        counts.add({3: routes}, [(0, 3)])
+    counts.save(tmp_path / "trace.npz")
+    given = ["layout", "balance", str(tmp_path / "trace.npz"), "--shards", "2", "--spare", "2"]
+    assert cli.main([*given, "--interval", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["layers"]["3"]
+    # Six tokens a step: four on the shard that has experts 2 and 3; three replicas of 0 are even.
+    assert found["none"]["cost"] == 12 * 4.0
+    assert found["sum_of_max"]["cost"] == 4 * 4.0 + 8 * 3.0
+    assert cli.main(given) == 0 and "perfect balance" in capsys.readouterr().out
 
 
 def test_convert_then_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -106,6 +106,7 @@ def test_spec_mistakes(tmp_path, axes, shape, message):
         ("[prefill]", "[prefil]", "unknown 'prefil' .did you mean 'prefill'"),
         ("[mesh]", "[mesh", "not valid TOML"),
         ('engram = "host"', "moe_capacity = -1", "moe_capacity: must be positive, not -1"),
+        ('engram = "host"', "spare_experts = 0.5", "spare_experts: must be an integer >= 0"),
         ('"a test"', '"a test"\nrules = 3', "not valid TOML|must be a table"),
     ],
 )

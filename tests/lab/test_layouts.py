@@ -143,6 +143,26 @@ def test_drafts_equal_one_device(name):
     np.testing.assert_allclose(confidence, want[2], rtol=0, atol=TOLERANCE)
 
 
+def test_spare_slots_hold_the_first_experts_again():
+    cfg, weights = model()
+    under = dataclasses.replace(read("ep"), spare_experts=72)
+    path, stored = "layers/1/ffn/w2/values", weights.layers[1].ffn.w2.values
+    declared = spec.flatten(parallel.placed(transformer.abstract(cfg), under))
+    param, asked = declared[path], []
+    assert (stored.shape[0], param.shape[0]) == (64, 136)
+    assert declared["draft/stages/0/ffn/w2/values"].shape[0] == 8, "the drafter's stay"
+
+    class Reader:
+        def read(self, name, region):
+            asked.append((region[0].start, region[0].stop))
+            return stored[region]
+
+    sharding = under.sharding(param.axes, param.shape, under.mesh())
+    array = np.asarray(checkpoint.place(Reader(), path, param, sharding, stored.shape))
+    np.testing.assert_array_equal(array, stored[np.arange(136) % 64])
+    assert (51, 64) in asked and (0, 4) in asked, "a shard across the end reads two runs"
+
+
 def test_a_table_that_does_not_divide_gets_zero_rows():
     cfg, weights = model()
     under = read("ep")
