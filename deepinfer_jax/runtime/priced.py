@@ -154,7 +154,9 @@ def prefill(
     )
     program = _program(layout, "prefill", local, (weights, cache, *inputs), devices)
     rows = batch * context // layout.ways("rows", "prefill")
-    return Program(*program, tokens=batch * context, used=_used(cfg, layout, "prefill", rows))
+    return Program(
+        *program, tokens=float(batch * context), used=_used(cfg, layout, "prefill", rows)
+    )
 
 
 PHASES: Mapping[str, Callable[..., Program]] = {"decode": decode, "prefill": prefill}
