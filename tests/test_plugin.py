@@ -61,6 +61,8 @@ def test_doctor_probes_the_plugin(plugin: str) -> None:
     assert (report["name"], report["reported"], len(report["devices"])) == ("npu", "cpu", 3)
     works = {one["name"]: one["works"] for one in report["probe"]}
     assert works["collectives"] and works["float8_e4m3fn"] and works["float8_e8m0fnu"]
+    (options,) = (one for one in report["probe"] if one["name"] == "compiler options")
+    assert options["works"] and "ynn" in options["detail"], "the order of sums of jax's own CPU"
 
 
 def test_an_option_the_plugin_does_not_know_is_named(plugin: str) -> None:

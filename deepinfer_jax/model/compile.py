@@ -7,7 +7,8 @@ of the model's numerics and of the promise of equal bits, so it may not.
 On a CPU: XLA hands some sums and chains of elementwise operations to the YNNPACK library, by their
 size, and that library sums in another order than XLA's own loops. A row's bits would then depend
 on how many rows are computed (seen in the mHC write-back: 8 rows against 15). It is left out; the
-other loops keep one order for every size.
+other loops keep one order for every size. A plugin's backend may be XLA's CPU under any name, so
+every backend but jax's own GPU and TPU ones is given that option too, if its compiler takes it.
 """
 
 import functools
@@ -15,6 +16,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.extend import backend
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -22,7 +24,26 @@ CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 def compiler_options() -> dict[str, bool | str]:
     """The options for the default backend; asks jax for it, so devices must be settled."""
-    return COMPILER_OPTIONS | (CPU_OPTIONS if jax.default_backend() == "cpu" else {})
+    client = jax.devices()[0].client
+    name = next(name for name, one in backend.backends().items() if one is client)
+    if name in ("cuda", "rocm", "tpu"):
+        return dict(COMPILER_OPTIONS)
+    wanted = COMPILER_OPTIONS | CPU_OPTIONS
+    if name == "cpu":
+        return wanted
+    return {key: value for key, value in wanted.items() if takes(key, value)}
+
+
+@functools.cache
+def takes(key: str, value: bool | str) -> bool:
+    """Whether the default backend's compiler knows an option; a plugin's need not be XLA."""
+    try:
+        jax.jit(lambda: 0, compiler_options={key: value}).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "INVALID_ARGUMENT" not in str(error) and "UNIMPLEMENTED" not in str(error):
+            raise
+        return False
+    return True
 
 
 class Program:

@@ -19,7 +19,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
-from deepinfer_jax.runtime import checkpoint, experts
+from deepinfer_jax.runtime import checkpoint, experts, platform
 from pallas_kernels import Kernels
 
 
@@ -107,10 +107,12 @@ def load(
     """Reads a checkpoint onto the devices of a layout.
 
     path: official safetensors folder or converted folder; kernels: "auto", one implementation for
-    all operations, or a mapping; numerics: a preset's name or a `Numerics`. Raises CheckpointError
-    (one line a finding) or ValueError before any weight is read.
+    all operations, or a mapping; numerics: a preset's name or a `Numerics`. The device is probed
+    first unless it is one that this project tests (`platform.prepared`). Raises PlatformError,
+    CheckpointError (one line a finding) or ValueError before any weight is read.
     """
     chosen = Numerics.preset(numerics) if isinstance(numerics, str) else numerics
+    layout = platform.prepared(layout)
     found = checkpoint.read(path, layout)
     setup = Setup(found.cfg, layout or Layout.single(), Kernels.parse(kernels), chosen)
     weights = found.weights

@@ -13,19 +13,23 @@ is read or set.
 """
 
 import dataclasses
+import functools
 import glob
 import importlib.metadata
 import re
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import probes
 
 Option = str | int | float | bool | list[int]
 BUILT_IN = ("cpu", "tpu", "gpu")
+TESTED = ("cpu", "cuda")
 
 
 class PlatformError(ValueError):
@@ -179,9 +183,47 @@ def ready(request: Request) -> Selected:
     """`select`, and for a device that this project does not test, `probe`: call it before weights
     load. Raises PlatformError if the device lacks what the programs need."""
     selected = select(request)
-    if selected.name not in ("cpu", "cuda") or request.plugin is not None:
-        require(selected, probe(selected.devices))
+    if selected.name not in TESTED or request.plugin is not None:
+        require(selected, _probed(selected.devices))
     return selected
+
+
+def prepared(layout: Layout | None) -> Layout | None:
+    """A layout as the default device can run it; called before weights load.
+
+    A device that this project does not test is probed, once a process (`ready`). What the layout
+    itself asks for is tried on any device: collectives and host memory it cannot do without are a
+    PlatformError; a ragged exchange becomes the rounds of `alltoall`, with a warning (equal bits).
+    """
+    selected = ready(Request())
+    if layout is None:
+        return None
+    devices = selected.devices[: layout.size]
+    needs = {"collectives": layout.size > 1, "pinned_host": layout.engram == "host"}
+    lacking = [one for name, asked in needs.items() if asked for one in _without(devices, name)]
+    require(selected, [dataclasses.replace(one, needed=True) for one in lacking])
+    if layout.moe_dispatch != "ragged" or not layout.mesh_axes("expert"):
+        return layout
+    if not (missing := _without(devices, "ragged_all_to_all")):
+        return layout
+    warnings.warn(
+        f"layout {layout.name!r}: moe_dispatch 'ragged' becomes 'alltoall': platform "
+        f"{selected.name!r} has no ragged_all_to_all ({missing[0].detail})",
+        stacklevel=3,
+    )
+    return dataclasses.replace(layout, moe_dispatch="alltoall")
+
+
+def _without(devices: tuple[Any, ...], name: str) -> list["Finding"]:
+    return [one for one in _probed(devices, (name,)) if not one.works]
+
+
+@functools.cache
+def _probed(
+    devices: tuple[Any, ...], names: tuple[str, ...] | None = None
+) -> tuple["Finding", ...]:
+    """`probe`, each check once a process."""
+    return probe(devices, names=names)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -199,13 +241,19 @@ class Finding:
         return self.needed and not self.works
 
 
-def probe(devices: Sequence[Any], before: Callable[[str], None] = lambda name: None) -> tuple:
-    """Runs every check on the first device (collectives: on all); a `Finding` each.
+def probe(
+    devices: Sequence[Any],
+    before: Callable[[str], None] = lambda name: None,
+    names: Collection[str] | None = None,
+) -> tuple["Finding", ...]:
+    """Runs every check (or those named) on the first device, collectives on all; a `Finding` each.
 
     before: called with each check's name first, so that a plugin that ends the process leaves it.
     """
     found = []
     for check in probes.CHECKS:
+        if names is not None and check.name not in names:
+            continue
         before(check.name)
         try:
             detail, works = check.run(devices), True

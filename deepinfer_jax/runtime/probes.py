@@ -18,6 +18,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from deepinfer_jax.model import compile
+
 
 @dataclasses.dataclass(frozen=True)
 class Check:
@@ -220,6 +222,15 @@ def _pinned_host(devices: Sequence[Any]) -> str:
     return ", ".join(kinds)
 
 
+def _compiler_options(devices: Sequence[Any]) -> str:
+    wanted = compile.COMPILER_OPTIONS | compile.CPU_OPTIONS
+    kept = compile.compiler_options()
+    known_elsewhere = set(compile.CPU_OPTIONS) if devices[0].platform in ("gpu", "tpu") else set()
+    if unknown := sorted(set(wanted) - set(kept) - known_elsewhere):
+        raise NotImplementedError(f"its compiler does not know {', '.join(unknown)}")
+    return ", ".join(sorted(kept))
+
+
 CHECKS = (
     Check("float32", _matmul),
     Check("bfloat16", _bfloat16),
@@ -247,6 +258,12 @@ CHECKS = (
     ),
     Check(
         "ragged_all_to_all", _ragged, False, "layouts with moe_dispatch = 'alltoall' or 'gather'"
+    ),
+    Check(
+        "compiler options",
+        _compiler_options,
+        False,
+        "rounding and order of sums are the compiler's choice: bits may differ between batch sizes",
     ),
     Check("donation", _donation, False, "the cache is copied each step: twice its memory"),
     Check("memory statistics", _memory_stats, False, "set max_slots and max_context to what fits"),

@@ -4,17 +4,23 @@ A plugin that fails leaves jax on a platform it cannot start, so those cases run
 their own: `doctor` starts one for every report.
 """
 
+import dataclasses
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 import pytest
 
+import deepinfer_jax as dj
 from deepinfer_jax import cli
-from deepinfer_jax.runtime import doctor, platform
+from deepinfer_jax.layout import Layout
+from deepinfer_jax.model import compile
+from deepinfer_jax.runtime import doctor, platform, probes
 from deepinfer_jax.runtime.platform import Finding, PlatformError, Request
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,6 +79,88 @@ def test_wrong_answers_are_findings(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {one.name: one for one in platform.probe(jax.devices())}
     assert found["sort, top_k"].lacking and "ties of top_k" in found["sort, top_k"].detail
     assert found["bfloat16"].works
+
+
+@pytest.fixture
+def untested(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """jax's CPU under a name that nobody knows; the checks that ran."""
+    here = platform.select(Request())
+    named = dataclasses.replace(here, name="ascend", route="a plugin")
+    monkeypatch.setattr(platform, "select", lambda request: named)
+    platform._probed.cache_clear()
+    ran: list[str] = []
+
+    def watched(check: probes.Check) -> probes.Check:
+        def run(devices: Sequence[Any]) -> str:
+            ran.append(check.name)
+            return check.run(devices)
+
+        return dataclasses.replace(check, run=run)
+
+    monkeypatch.setattr(probes, "CHECKS", tuple(map(watched, probes.CHECKS)))
+    yield ran
+    platform._probed.cache_clear()
+
+
+def test_load_probes_an_untested_device_once(untested: list[str]) -> None:
+    for _ in range(2):
+        with pytest.raises(ValueError, match="nowhere"):
+            dj.load("nowhere")
+    assert untested == [check.name for check in probes.CHECKS]
+
+
+def test_llm_refuses_a_device_before_it_looks_for_weights(
+    untested: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(devices: Sequence[Any]) -> str:
+        raise NotImplementedError("no e4m3")
+
+    checks = (probes.Check("float8_e4m3fn", broken), *probes.CHECKS[-1:])
+    monkeypatch.setattr(probes, "CHECKS", checks)
+    with pytest.raises(PlatformError, match=r"'ascend'.*\n.*float8_e4m3fn.*no e4m3"):
+        dj.LLM("nowhere")
+
+
+def test_a_tested_device_is_not_probed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "CHECKS", ())
+    assert platform.prepared(None) is None
+    one = Layout.single()
+    assert platform.prepared(one) is one
+
+
+def test_a_collective_that_is_missing_is_replaced_with_a_warning() -> None:
+    axes, rules = (("expert", 8),), (("expert", ("expert",)),)
+    ragged = Layout(name="wide", axes=axes, rules=rules, moe_dispatch="ragged")
+    with pytest.warns(UserWarning, match=r"'wide'.*becomes 'alltoall'.*no ragged_all_to_all"):
+        found = platform.prepared(ragged)
+    assert found == dataclasses.replace(ragged, moe_dispatch="alltoall")
+    rounds = dataclasses.replace(ragged, moe_dispatch="alltoall")
+    assert platform.prepared(rounds) is rounds
+
+
+def test_a_layout_that_needs_what_is_missing_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(devices: Sequence[Any]) -> str:
+        raise NotImplementedError("only device memory")
+
+    monkeypatch.setattr(probes, "CHECKS", (probes.Check("pinned_host", broken, False, "no host"),))
+    platform._probed.cache_clear()
+    with pytest.raises(PlatformError, match=r"pinned_host: .*only device memory\n.*no host"):
+        platform.prepared(Layout(engram="host"))
+    platform._probed.cache_clear()
+
+
+def test_a_plugin_gets_the_compiler_options_that_it_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever a backend is called, it may be XLA's CPU; one that is not may know no option."""
+    assert compile.compiler_options() == compile.COMPILER_OPTIONS | compile.CPU_OPTIONS
+    here = jax.devices()[0].client
+    monkeypatch.setattr(compile.backend, "backends", lambda: {"ascend": here})
+    monkeypatch.setattr(compile, "CPU_OPTIONS", {"xla_cpu_of_another_compiler": ""})
+    assert compile.compiler_options() == compile.COMPILER_OPTIONS
+    found = {one.name: one for one in platform.probe(jax.devices(), names={"compiler options"})}
+    assert "xla_cpu_of_another_compiler" in found["compiler options"].detail
+    assert not found["compiler options"].works and not found["compiler options"].lacking
+    monkeypatch.setattr(compile.backend, "backends", lambda: {"cuda": here})
+    assert compile.compiler_options() == compile.COMPILER_OPTIONS
 
 
 @pytest.mark.parametrize(
