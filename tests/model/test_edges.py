@@ -72,6 +72,7 @@ def test_sequences_without_any_token_are_harmless(tiny, golden, edges):
         np.testing.assert_array_equal(logits[row, :length], want[row, :length])
 
 
+@pytest.mark.slow  # two programs; through the engine it is in tests/runtime/test_captures.py
 def test_capture_changes_no_bit(tiny, batch):
     model = tiny("reference")
     tokens, lengths = batch(SHORT, 40)
