@@ -9,7 +9,8 @@ Names and shapes of the recorded arrays (r rows, one a token; n streams; k selec
   [r, n, d]; attn_in, attn_out, ffn_in, ffn_out [r, d]; pre_mix [r, n] handed from layer L to L + 1;
   routes int32 [r, k], route_weights f32 [r, k]; index_topk int32 [r, k] (-1 absent), candidates
   bool [r, blocks]; engram_rows int32 [r, columns]; taps [r, d]; collapsed, normed [r, d] (head
-  input before and after the norm); compressed_kv, index_keys [g, entries, c] as stored.
+  input before and after the norm), logits f32 [r, vocab]; compressed_kv, index_keys [g, entries, c]
+  as stored.
 """
 
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ NAMES = frozenset(
         "taps",
         "collapsed",
         "normed",
+        "logits",
         "compressed_kv",
         "index_keys",
     ]

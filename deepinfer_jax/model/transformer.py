@@ -125,6 +125,7 @@ def forward(
         out = trunk(setup, weights, rows, cache, recorder)
         x = collapse(setup, weights, out.hidden, recorder)
         logits = head_logits(setup, x, weights.norm, weights.head)
+        recorder.add("logits", setup.cfg.num_hidden_layers, logits)
 
         def unpack(value: Array) -> Array:
             if value.shape[0] != rows.size:

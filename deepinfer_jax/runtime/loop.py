@@ -89,7 +89,7 @@ class Loop:
         self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
         self._samples = {}
         self._saved: dict[int, Any] = {}
-        self._confidence: dict[int, np.ndarray] = {}
+        self.confidences = speculation.Confidences()
         self._flights: collections.deque[Flight] = collections.deque()
 
     def empty_state(self) -> states.State:
@@ -222,6 +222,8 @@ class Loop:
         )
         options = self.options_for(samples, score=False)
         self.dispatched["decode", groups, size] += 1
+        for sample in samples:
+            self.confidences.sent(sample.number)
         self.state, output = self.programs.decode(
             size, options, self.state, self.grammars.pool, given
         )
@@ -234,8 +236,9 @@ class Loop:
         if not self.adaptive:
             return groups, shapes[groups][-1]
         unread = self.calibration.expected()
-        known = np.stack([self._confidence.get(sample.number, unread) for sample in samples])
-        chances = speculation.survival(known, self.calibration.temperature)
+        known = [self.confidences.known(sample.number) for sample in samples]
+        stacked = np.stack([unread if one is None else one for one in known])
+        chances = speculation.survival(stacked, self.calibration.temperature)
         seconds = {rows: self.costs[groups, rows] for rows in shapes[groups]}
         return groups, speculation.best_rows(chances, len(samples), seconds)
 
@@ -268,13 +271,14 @@ class Loop:
         self, sample: Sample, chunk: Chunk | None, found: StepOutput, place: int
     ) -> None:
         """All but the tokens."""
-        setup, number = self.programs.setup, sample.number
+        setup = self.programs.setup
         if chunk is not None:
             reading.read_prompt(sample, chunk, found, place)
-            if chunk.last:
-                self._confidence[number] = found.ahead[place]
         else:
-            self._confidence[number] = reading.read_drafts(sample, found, place, self.calibration)
+            reading.read_drafts(sample, found, place, self.calibration)
+        if chunk is None or chunk.last:
+            later = any(sample in flight.samples for flight in self._flights)
+            self.confidences.read(sample.number, found.ahead[place], verified=later)
         if found.captured:
             score = sample.params.prompt_logprobs is not None
             first = None
@@ -291,6 +295,6 @@ class Loop:
     def _forget(self, sample: Sample) -> None:
         del self._samples[sample.number]
         self._saved.pop(sample.number, None)
-        self._confidence.pop(sample.number, None)
+        self.confidences.forget(sample.number)
         self.grammars.release(sample)
         sample.close()

@@ -172,7 +172,7 @@ class Report:
     def __init__(self, console: Console, total: int, done: int):
         self.entered, self.failed = 0, 0
         self.done, self._total = done, total
-        self._tokens, self._steps, self._extra = 0, 0, 0
+        self._tokens, self._steps, self._fed, self._extra = 0, 0, 0, 0
         self._drafts = DraftCounts()
         self._started = self._shown = time.monotonic()
         self._console = console
@@ -202,6 +202,7 @@ class Report:
         self.failed += request.error is not None
         self._tokens += metrics.generated_tokens
         self._steps += metrics.decode_steps
+        self._fed += metrics.verified_rows
         self._extra += metrics.accepted_rows
         self._drafts.add(metrics.drafts)
         self._bar.update(self._task, advance=1, description=self._speed())
@@ -219,5 +220,7 @@ class Report:
             rates = " ".join(f"{rate:.2f}" for rate in self._drafts.acceptance if rate is not None)
             parts.append(f"{1 + self._extra / max(self._steps, 1):.2f} tokens a step")
             parts.append(f"drafts accepted {rates}")
+            if self._extra:
+                parts.append(f"{self._fed / self._extra:.2f} verified for each")
             parts.append(f"calibration error {self._drafts.calibration_error:.2f}")
         return ", ".join(parts)

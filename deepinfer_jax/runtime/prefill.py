@@ -86,6 +86,9 @@ def prefill_chunk(
     after = setup._replace(phase="decode")
     newest = context.fetch(trunk.rows, x, trunk.rows.everyone.last())
     logits = head_logits(after, newest, weights.norm, weights.head)
+    if recorder.wants("logits"):
+        every_one = head_logits(setup, x, weights.norm, weights.head)
+        recorder.add("logits", cfg.num_hidden_layers, every_one)
     allowed = drafting.grammar_mask(pool, grammar, inputs.limit[slot] - position)
     first = sampling.sample(
         logits,
@@ -129,11 +132,13 @@ def prefill_chunk(
             position,
         )
     output = _output(rows.groups, options, first, live.astype(jnp.int32), last & ~first.valid)
+    kept = captured(recorder, rows, kept=trunk.rows, border=cfg.decoder_start)
+    if recorder.wants("logits"):  # those that were sampled from, whatever a wider product rounds
+        at = jnp.arange(slot.shape[0]), jnp.maximum(trunk.rows.everyone.count - 1, 0)
+        wide = kept["logits"][cfg.num_hidden_layers]
+        kept["logits"][cfg.num_hidden_layers] = wide.at[at].set(logits)
     return state, dataclasses.replace(
-        output,
-        ahead=state.confidence[slot],
-        prompt=prompt,
-        captured=captured(recorder, rows, kept=trunk.rows, border=cfg.decoder_start),
+        output, ahead=state.confidence[slot], prompt=prompt, captured=kept
     )
 
 

@@ -6,8 +6,6 @@ skipped by the caller; what the device computed beyond a sample's end is dropped
 
 from collections.abc import Sequence
 
-import numpy as np
-
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.runtime.requests import Sample, entry
 from deepinfer_jax.runtime.scheduler import Chunk, Turn
@@ -103,10 +101,8 @@ def first_rows(
     return {"encoder": chunk.start, "decoder": begin, "border": cfg.decoder_start}
 
 
-def read_drafts(
-    sample: Sample, found: StepOutput, place: int, calibration: Calibration
-) -> np.ndarray:
-    """Counts what became of a turn's drafts; the confidences of the block made for the next."""
+def read_drafts(sample: Sample, found: StepOutput, place: int, calibration: Calibration) -> None:
+    """Counts what became of a turn's drafts."""
     metrics, confidence = sample.metrics, found.confidence[place]
     judged, stood = int(found.judged[place]), int(found.stood[place])
     metrics.decode_steps += 1
@@ -116,4 +112,3 @@ def read_drafts(
         chance = acceptance(confidence, calibration.temperature)
         metrics.drafts.count(judged, stood, chance.tolist())
         calibration.observe(confidence.tolist(), judged, stood)
-    return found.ahead[place]

@@ -9,7 +9,8 @@ emitted. A step that feeds n turns and the best drafts in a program of R rows em
 and the budget is the R with the largest E(R) / t(R) (DeepInfer's confidence-scheduled
 verification). Which drafts get the rows is decided on the device with their own confidences
 (`verify.widths`). The budget itself comes from confidences that the host has read, at least two
-rounds old: whether a draft is verified must not depend on a look at the block it belongs to, or
+rounds old (`Confidences`): a later confidence of a block says something about the drafts before it,
+so a budget from the block itself would choose which drafts are verified by what they are, and
 acceptance would be biased (the non-anticipation rule).
 
 T_j are calibration temperatures, fitted to what happened. Plain numpy, no clock, no randomness.
@@ -57,6 +58,34 @@ def best_rows(
     if best < 0:
         raise ValueError(f"{turns} turns; expected at most {max(seconds, default=0)}")
     return best
+
+
+class Confidences:
+    """What a budget may know of each request's drafts: confidences of blocks that a step already
+    sent has verified. Those of the block that the next step will verify are kept back, however
+    early the host reads them (a prefill in between gives it the time)."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, np.ndarray] = {}
+        self._ahead: dict[int, np.ndarray] = {}
+
+    def read(self, request: int, confidence: np.ndarray, *, verified: bool) -> None:
+        """Of the block that a step made; verified: a later step of the request has been sent."""
+        (self._known if verified else self._ahead)[request] = confidence
+
+    def sent(self, request: int) -> None:
+        """A step that verifies the request's newest block has been sent."""
+        if request in self._ahead:
+            self._known[request] = self._ahead.pop(request)
+
+    def known(self, request: int) -> np.ndarray | None:
+        """The newest that may be used; None before the first."""
+        return self._known.get(request)
+
+    def forget(self, request: int) -> None:
+        """The request has ended."""
+        self._known.pop(request, None)
+        self._ahead.pop(request, None)
 
 
 class Calibration:

@@ -72,6 +72,7 @@ def decode_step(
     trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, routes=routes)
     x = transformer.collapse(setup, weights, trunk.hidden, recorder)
     logits = head_logits(setup, x, weights.norm, weights.head)
+    recorder.add("logits", setup.cfg.num_hidden_layers, logits)
 
     along = _grammar_along(pool, jax.tree.map(lambda leaf: leaf[slot], state.grammar), drafts)
     place = rows.position - rows.start[rows.group]

@@ -31,6 +31,12 @@ def llm(folder: Path) -> Callable[..., dj.LLM]:
 
 
 @pytest.fixture(scope="session")
+def adaptive(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Options of an engine that chooses widths; step times in a folder of this run."""
+    return {"speculate": "adaptive", "cache": str(tmp_path_factory.getbasetemp() / "steps")}
+
+
+@pytest.fixture(scope="session")
 def prompts() -> Callable[..., list[list[int]]]:
     """`prompts(7, 40, seed=1)`: random prompts of these lengths, without special ids."""
 

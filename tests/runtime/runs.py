@@ -38,6 +38,13 @@ def same(
                 )
 
 
+def same_rows(one: np.ndarray, other: np.ndarray, what: str) -> None:
+    """Fails naming the first rows of two float32 arrays whose bits differ."""
+    assert one.dtype == other.dtype == np.float32 and one.shape == other.shape, what
+    rows = np.flatnonzero((one.view(np.int32) != other.view(np.int32)).any(-1))
+    assert not rows.size, f"{what}: rows {rows[:5]} differ, {rows.size} in all"
+
+
 def logprobs(out: RequestOutput) -> np.ndarray:
     """Log-probability of each id of the only sample."""
     assert out.error is None, out.error

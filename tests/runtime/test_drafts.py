@@ -26,12 +26,6 @@ def _params(style, count, tokens, few=True):
     return [dj.SamplingParams(seed=n, **fields) for n in range(count)]
 
 
-@pytest.fixture(scope="session")
-def adaptive(tmp_path_factory):
-    """Options of an engine that chooses widths; step times in a folder of this run."""
-    return {"speculate": "adaptive", "cache": str(tmp_path_factory.getbasetemp() / "steps")}
-
-
 @pytest.mark.parametrize("few", [True, False])
 @pytest.mark.parametrize("style", STYLES)
 def test_coupled_equals_no_speculation(llm, prompts, style, few):
@@ -171,19 +165,23 @@ def test_drafts_are_those_of_forward_at_every_length_and_after_rollbacks(llm, pr
     engine = llm(invariant=True)
     loop = engine._loop
     for prompt in prompts(1, WINDOW - 1, WINDOW, WINDOW + 1, 40):
-        seen, consume = {}, loop._consume
+        seen, newest, consume = {}, {}, loop._consume
 
-        def record(flight, consume=consume, seen=seen):
+        def read(number, confidence, newest=newest, **_):
+            newest[number] = confidence
+
+        def record(flight, consume=consume, seen=seen, newest=newest):
             consume(flight)
-            for number, confidence in loop._confidence.items():
-                seen[len(loop._samples[number].output.token_ids)] = confidence
+            for number, sample in loop._samples.items():
+                if number in newest:
+                    seen[len(sample.output.token_ids)] = newest[number]
 
-        loop._consume = record
+        loop._consume, loop.confidences.read = record, read
         try:
             params = dj.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
             (out,) = engine.generate([prompt], params, strict=True)
         finally:
-            del loop._consume
+            del loop._consume, loop.confidences.read
         ids = out.outputs[0].token_ids
         assert len(seen) > 4
         contexts = [prompt + ids[: count - 1] for count in seen]
@@ -193,6 +191,35 @@ def test_drafts_are_those_of_forward_at_every_length_and_after_rollbacks(llm, pr
         wanted = engine.model.draft(padded, [len(context) for context in contexts])
         found = np.stack(list(seen.values()))
         assert np.abs(found - np.asarray(wanted.confidence)).max() < 1e-4
+
+
+def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
+    """Requests come and go, so prefills give the host time to read a block before it is verified;
+    what a budget may use is an earlier block of the same request all the same."""
+    engine = llm(invariant=True)
+    loop, ahead = engine._loop, {}
+    decode, early, used = loop._decode, 0, 0
+
+    def watched(step, samples):
+        nonlocal early, used
+        blocks = jax.device_get(loop.state.confidence)
+        for item, sample in zip(step.work, samples, strict=True):
+            earlier, block = ahead.setdefault(sample.number, []), blocks[item.slot].tobytes()
+            early += sample.number in loop.confidences._ahead
+            if (known := loop.confidences.known(sample.number)) is not None:
+                assert known.tobytes() != block and known.tobytes() in earlier
+                used += 1
+            earlier.append(block)
+        return decode(step, samples)
+
+    monkeypatch.setattr(loop, "_decode", watched)
+    lengths = (40, 3, 90, 60, 5, 33, 70, 12)
+    params = [
+        dj.SamplingParams(temperature=1.0, seed=n, max_tokens=6 + 5 * n, ignore_eos=True)
+        for n in range(len(lengths))
+    ]
+    engine.generate(prompts(*lengths), params, strict=True)
+    assert early > 3 and used > 20
 
 
 def test_everything_after_a_stop_is_dropped(llm, prompts):

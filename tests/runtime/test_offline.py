@@ -15,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from deepinfer_jax.runtime import offline
+from deepinfer_jax.runtime.outputs import DraftCounts, RequestMetrics, RequestOutput
 
 ROOT = Path(__file__).parents[2]
 
@@ -70,6 +71,28 @@ def test_every_request_has_one_result_errors_included(engine, quiet, tmp_path):
     text = quiet.file.getvalue()
     assert "12/12 requests, 5 failed" in text and "tokens/s" in text
     assert "tokens a step, drafts accepted" in text and "calibration error" in text
+
+
+def test_progress_says_what_became_of_the_drafts():
+    console = Console(file=io.StringIO(), width=200)
+    with offline.Report(console, total=2, done=0) as report:
+        for accepted in (3, 1):
+            request = RequestOutput("a", [5])
+            request.metrics = RequestMetrics(
+                decode_steps=4,
+                verified_rows=8,
+                accepted_rows=accepted,
+                drafts=DraftCounts([4, accepted], [accepted, 0], [2.0, 0.5]),
+            )
+            report.add(request)
+    (line,) = console.file.getvalue().splitlines()
+    assert line.startswith("2/2 requests, ")
+    # 4 of 16 drafts fed stood, in 8 steps; places were expected to stand 4 and 1 times, and 4 and 0
+    # of 8 and 4 judged ones did.
+    assert line.endswith(
+        "1.50 tokens a step, drafts accepted 0.50 0.00, 4.00 verified for each, "
+        "calibration error 0.08"
+    )
 
 
 def test_a_run_resumes_where_it_was_cut(engine, quiet, tmp_path):

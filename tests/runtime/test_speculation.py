@@ -129,6 +129,22 @@ def test_calibration_counts_places_apart_and_never_rewrites_what_was_sent():
     assert np.abs(calibration.expected()).max() < 1
 
 
+def test_a_block_is_known_once_a_step_that_verifies_it_was_sent():
+    found, (first, second) = speculation.Confidences(), np.eye(2)
+    assert found.known(7) is None
+    found.read(7, first, verified=False)  # of the prompt's last step; nothing was sent since
+    assert found.known(7) is None
+    found.sent(7)
+    assert found.known(7) is first
+    found.read(7, second, verified=True)  # the usual case: read while a later step runs
+    assert found.known(7) is second
+    found.read(7, first, verified=False)
+    assert found.known(7) is second and found.known(8) is None
+    found.forget(7)
+    found.sent(7)
+    assert found.known(7) is None
+
+
 def test_draft_counts_add_up():
     counts = DraftCounts()
     counts.count(2, 1, [0.9, 0.5, 0.1])

@@ -66,16 +66,26 @@ def _mixed(count):
         yield rng.integers(3, VOCAB - 2, length).tolist(), dj.SamplingParams(**options)
 
 
-def test_nothing_compiles_after_warm_up(llm, compilations):
-    engine = llm(invariant=True)
+@pytest.mark.parametrize("widths", ["all", pytest.param("chosen", marks=pytest.mark.slow)])
+def test_nothing_compiles_after_warm_up(llm, adaptive, compilations, monkeypatch, widths):
+    """chosen: with step times that make each of the adaptive widths the best in its turn."""
+    engine = llm(adaptive if widths == "chosen" else None, invariant=True)
     engine.warm_up()
+    loop, sizes = engine._loop, sorted({rows for _, rows in engine._loop.costs}) or [0]
     programs = sum(program.variants() for program in compiled_programs())
     compilations.clear()
-    work = list(_mixed(200))
-    outs = engine.generate([prompt for prompt, _ in work], [params for _, params in work])
+    work, outs, before = list(_mixed(200)), [], loop.dispatched.copy()
+    for number, size in enumerate(sizes):
+        seconds = {key: 1.0 if key[1] == size else 1e9 for key in loop.costs}
+        monkeypatch.setattr(loop, "costs", seconds)
+        prompts, params = zip(*work[number :: len(sizes)], strict=True)
+        outs += engine.generate(list(prompts), list(params))
     assert sum(out.error is not None for out in outs) == 10  # the empty prompts
     assert compilations == []
     assert sum(program.variants() for program in compiled_programs()) == programs
+    if widths == "chosen":
+        used = {rows for kind, _, rows in loop.dispatched - before if kind == "decode"}
+        assert len(sizes) == 3 and used == set(sizes)
 
 
 def test_warm_up_waits_for_no_request(llm):
@@ -87,10 +97,13 @@ def test_warm_up_waits_for_no_request(llm):
     stream.close()
 
 
-@pytest.mark.parametrize("speculate", [0, None])
-def test_a_step_is_sent_before_the_one_before_it_is_read(llm, prompts, monkeypatch, speculate):
+@pytest.mark.parametrize("speculate", [0, None, pytest.param("adaptive", marks=pytest.mark.slow)])
+def test_a_step_is_sent_before_the_one_before_it_is_read(
+    llm, prompts, adaptive, monkeypatch, speculate
+):
     """Planning and dispatching see only what earlier reads gave, and one read a step is all."""
-    engine = llm({"speculate": speculate}, invariant=True)
+    options = adaptive if speculate == "adaptive" else {"speculate": speculate}
+    engine = llm(options, invariant=True)
     loop, events, waits = engine._loop, [], []
     dispatch, consume, get = loop._dispatch, loop._consume, jax.device_get
 
