@@ -20,7 +20,14 @@ FEW = [10, 11, 12]
 STYLES = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1},
-    "hot": {"temperature": 1.3, "top_p": 0.9, "frequency_penalty": 0.2, "presence_penalty": 0.1},
+    "hot": {
+        "temperature": 1.3,
+        "top_p": 0.9,
+        "top_k": 100,
+        "frequency_penalty": 0.2,
+        "presence_penalty": 0.1,
+        "logit_bias": {11: 0.5, 77: 2.0},
+    },
 }
 
 

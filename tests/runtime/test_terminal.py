@@ -53,6 +53,15 @@ def test_an_interrupt_ends_the_line(llm, capsys, monkeypatch):
     assert len(engine._loop) == 0
 
 
+def test_a_trace_is_a_profile_on_disk(tmp_path):
+    with terminal.traced(None):
+        assert not list(tmp_path.iterdir())
+    with terminal.traced(str(tmp_path)):
+        jax.block_until_ready(jax.jit(lambda x: x + 1)(3.0))
+    (profile,) = tmp_path.rglob("*.xplane.pb")
+    assert profile.stat().st_size > 0
+
+
 def test_compiled_programs_are_kept_in_the_cache_folder(tmp_path):
     """Unless jax was told of another one."""
     before = jax.config.jax_compilation_cache_dir
