@@ -74,7 +74,8 @@ def test_every_request_has_one_result_errors_included(engine, quiet, tmp_path):
 
 
 def test_progress_says_what_became_of_the_drafts():
-    console = Console(file=io.StringIO(), width=200)
+    shown = io.StringIO()
+    console = Console(file=shown, width=200)
     with offline.Report(console, total=2, done=0) as report:
         for accepted in (3, 1):
             request = RequestOutput("a", [5])
@@ -85,7 +86,7 @@ def test_progress_says_what_became_of_the_drafts():
                 drafts=DraftCounts([4, accepted], [accepted, 0], [2.0, 0.5]),
             )
             report.add(request)
-    (line,) = console.file.getvalue().splitlines()
+    (line,) = shown.getvalue().splitlines()
     assert line.startswith("2/2 requests, ")
     # 4 of 16 drafts fed stood, in 8 steps; places were expected to stand 4 and 1 times, and 4 and 0
     # of 8 and 4 judged ones did.

@@ -6,6 +6,7 @@ accepted counts come, each row must read from rings, open groups, n-gram classes
 the list and the drafts before it, and never a rejected row.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -76,7 +77,8 @@ def _feed(cache, tags, start, count, pages, dense):
         entry = jnp.where((entry < visible) & rows.valid[:, None], entry, -1)
         index = caches.entry_index(rows.pages, rows.group, entry, caches.PAGE // ratio)
         found[f"entries of ratio {ratio}"] = _read(caches.flat_pool(stores[-1]), index)
-    cache = cache.replace(
+    cache = dataclasses.replace(
+        cache,
         window=(after["window"], *cache.window[1:]),
         open=(after["open"], *cache.open[1:]),
         classes=after["classes"],
@@ -90,9 +92,9 @@ def _remember(cache, tags, start, count, kept, pages, dense):
     """The accepted rows go into the draft ring, as in a step."""
     rows = _rows(tags, start, count, pages, dense)
     standing = rows.valid & (rows.position < (start + kept)[rows.group])
-    context = rows.replace(valid=standing, count=kept)
+    context = dataclasses.replace(rows, valid=standing, count=kept)
     new = jnp.broadcast_to(rows.token.astype(jnp.float32)[:, None], (rows.size, CFG.head_dim))
-    return cache.replace(draft=(caches.write_ring(cache.draft[0], new, context),))
+    return dataclasses.replace(cache, draft=(caches.write_ring(cache.draft[0], new, context),))
 
 
 def _expected(name, history, position):
