@@ -8,7 +8,7 @@ from tests.runtime.runs import bits, same, scarce
 from tests.runtime.small_model import KEEP
 
 LAYERS, EXPERTS = 5, 2
-NAMES = ("routes", "index_topk")
+NAMES = ("routes", "index_topk", "logits")
 
 
 def _params(count, **options):

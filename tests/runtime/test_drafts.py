@@ -200,10 +200,10 @@ def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
     loop, ahead = engine._loop, {}
     decode, early, used = loop._decode, 0, 0
 
-    def watched(step, samples):
+    def watched(groups, size, work, samples):
         nonlocal early, used
         blocks, done = jax.device_get((loop.state.confidence, loop.state.done))
-        for item, sample in zip(step.work, samples, strict=True):
+        for _, item, sample in work:
             if done[item.slot]:  # it ended in a step not read yet: there is no newer block
                 continue
             earlier, block = ahead.setdefault(sample.number, []), blocks[item.slot].tobytes()
@@ -212,7 +212,7 @@ def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
                 assert known.tobytes() != block and known.tobytes() in earlier
                 used += 1
             earlier.append(block)
-        return decode(step, samples)
+        return decode(groups, size, work, samples)
 
     monkeypatch.setattr(loop, "_decode", watched)
     lengths = (40, 3, 90, 60, 5, 33, 70, 12)
