@@ -7,6 +7,7 @@ chunks for that). Accounting is strict both ways: what the config declares must 
 shape and dtype, and nothing else may be.
 """
 
+import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -23,6 +24,7 @@ from deepinfer_jax import spec
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel, transformer
+from deepinfer_jax.model.setup import Setup
 
 
 class Checkpoint(NamedTuple):
@@ -111,6 +113,22 @@ def read(
     shardings = jax.tree_util.tree_map_with_path(sharding, declared)
     weights = jax.tree_util.tree_map_with_path(leaf, declared, shardings)
     return Checkpoint(cfg, weights, classes, path / "tokenizer.json")
+
+
+def identity(path: str | Path, setup: Setup, drafts: bool) -> bytes:
+    """What cached rows of a prompt depend on besides its ids: the weights and how they are used.
+
+    A converted folder is known by its manifest, an official one by the names, sizes and times of
+    its files. drafts: whether the drafter's rows are there too.
+    """
+    path = resolve(path)
+    if converted.is_converted(path):
+        weights: Any = (path / converted.MANIFEST).read_bytes()
+    else:
+        found = [(file.name, file.stat()) for file in sorted(path.glob("*.safetensors"))]
+        weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
+    used = (setup.cfg, setup.numerics, setup.kernels, setup.layout, drafts)
+    return hashlib.sha256(repr((weights, used)).encode()).digest()
 
 
 def place(

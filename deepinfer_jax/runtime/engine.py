@@ -20,15 +20,16 @@ import numpy as np
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import noise, reply, warmup
+from deepinfer_jax.runtime import checkpoint, noise, reply, warmup
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
 from deepinfer_jax.runtime.pages import PAGE
+from deepinfer_jax.runtime.plans import Policy
+from deepinfer_jax.runtime.prefix import PrefixPolicy
 from deepinfer_jax.runtime.programs import Programs
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
-from deepinfer_jax.runtime.scheduler import Policy
 from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
 from deepinfer_jax.runtime.text import Tokenizer, conversation_ids
 from pallas_kernels import Kernels
@@ -59,7 +60,9 @@ class LLM:
     a step (None: the trained block if the checkpoint has a drafter; 0: off), or "adaptive". accept:
     "coupled" (tokens equal to decoding without speculation) or "rejection" (equal in distribution).
     seed: of requests that bring none. cache: folder where step times measured for "adaptive" are
-    kept (None: the user's cache). Raises ValueError naming the option.
+    kept (None: the user's cache). prefix_cache: prompts that begin alike share pages, on one device
+    (see `prefix.PrefixPolicy`); results are those of an engine without it, to the bit with
+    `Numerics.invariant`. Raises ValueError naming the option.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class LLM:
         seed: int = 0,
         shapes: Shapes | None = None,
         cache: str | Path | None = None,
+        prefix_cache: bool | PrefixPolicy = False,
     ):
         path = demo.checkpoint() if path is None else path
         for name, value in (("max_slots", max_slots), ("max_context", max_context)):
@@ -114,6 +118,8 @@ class LLM:
             pages=programs.divided(shapes.pages or max_slots * -(-max_context // PAGE)),
             compiler=compiler,
             adaptive=speculate == "adaptive",
+            prefix=PrefixPolicy() if prefix_cache is True else prefix_cache or None,
+            identity=checkpoint.identity(path, self.model.setup, block > 0),
         )
         if self._loop.adaptive:
             folder = warmup.default_folder() if cache is None else Path(cache)
@@ -130,6 +136,23 @@ class LLM:
         if len(self._loop):
             raise ValueError("warm_up: requests are in flight")
         warmup.compile_all(self._loop, logprobs=logprobs, scores=scores)
+
+    def swap_weights(self, path: str | Path) -> None:
+        """Goes on with another checkpoint of the same model: nothing compiles, no cached prompt of
+        the old weights is used again. Both are in memory for a moment.
+
+        Raises ValueError while requests are in flight or where the model is another one.
+        """
+        if len(self._loop):
+            raise ValueError("swap_weights: requests are in flight")
+        setup = self.model.setup
+        layout = None if setup.layout == Layout.single() else setup.layout
+        fresh = load(path, layout, setup.kernels, setup.numerics)
+        if fresh.cfg != setup.cfg:
+            raise ValueError(f"{path}: its config is not the one of the weights in use")
+        self.model = dataclasses.replace(fresh, setup=setup)
+        drafts = self._loop.options.block > 0
+        self._loop.swap(fresh.weights, checkpoint.identity(path, setup, drafts))
 
     def generate(
         self,

@@ -8,22 +8,26 @@ is taken from its results in `reading.py`.
 import collections
 import dataclasses
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from deepinfer_jax import structured
+from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import reading, sampling_state, speculation
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.experts import Counts
 from deepinfer_jax.runtime.feeding import Desk, decoder_rows
 from deepinfer_jax.runtime.grammars import Grammars
 from deepinfer_jax.runtime.pages import PAGE, Pages
+from deepinfer_jax.runtime.plans import Act, Chunk, Move, Outcome, Policy, Step
+from deepinfer_jax.runtime.prefix import PrefixCache, PrefixPolicy
 from deepinfer_jax.runtime.programs import Programs
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
-from deepinfer_jax.runtime.scheduler import Act, Chunk, Move, Outcome, Policy, Scheduler, Step
+from deepinfer_jax.runtime.scheduler import Scheduler
 from deepinfer_jax.runtime.step_types import Options, StepOutput
 
 SCORE = "score"
@@ -56,6 +60,8 @@ class Loop:
         pages: int,
         compiler: structured.Compiler | None = None,
         adaptive: bool = False,
+        prefix: PrefixPolicy | None = None,
+        identity: bytes = b"",
     ):
         self.programs, self.policy, self.context = programs, policy, context
         self.options = programs.options
@@ -67,7 +73,8 @@ class Loop:
         self.dispatched: collections.Counter[tuple[str, int, int]] = collections.Counter()
         self._total, self._compiler = pages, compiler
         self._samples: dict[int, Sample] = {}
-        self.reset()
+        self._prefix_policy = prefix
+        self.swap(programs.weights, identity)
 
     def __len__(self) -> int:
         """Samples that have not ended."""
@@ -82,9 +89,15 @@ class Loop:
         shards = self.programs.shards
         per_slot = -(-self.context // PAGE)
         self.pages = Pages(self._total, self.policy.slots, per_slot, shards=shards)
-        self.scheduler = Scheduler(self.policy, self.pages)
         self.state: Any = None  # let go of it first: two need not fit
         self.state = self.empty_state()
+        if self._prefix_policy is not None:
+            if self.prefix is None:
+                self.prefix = PrefixCache(
+                    self._prefix_policy, self._identity, self._copy_pages, self._like()
+                )
+            self.prefix.use(self.pages)
+        self.scheduler = Scheduler(self.policy, self.pages, self.prefix)
         self.desk = Desk.empty(cfg, self.policy.slots, self.pages.per_slot)
         self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
         self._samples = {}
@@ -92,9 +105,27 @@ class Loop:
         self.confidences = speculation.Confidences()
         self._flights: collections.deque[Flight] = collections.deque()
 
+    def swap(self, weights: Weights, identity: bytes) -> None:
+        """Goes on with other weights of the same shapes and places, from an empty state.
+
+        identity: of cached prompts, which are those of one set of weights.
+        """
+        self.programs.weights = weights
+        self._identity, self.prefix = identity, None
+        self.reset()
+
     def empty_state(self) -> states.State:
         """The state of free slots."""
         return self.programs.empty(self.policy.slots, self.pages.total)
+
+    def _like(self) -> Any:
+        """(content of a page, rings of a slot) as shapes."""
+        slot, pages = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((), (1,)))
+        content = jax.eval_shape(states.take_pages, self.state, pages)[0]
+        return content, jax.eval_shape(states.take_rings, self.state, slot)
+
+    def _copy_pages(self, pages: Sequence[int]) -> list[Any]:
+        return self.programs.take_pages(self.state, pages)
 
     def add(self, sample: Sample) -> None:
         """Enters a sample; one that cannot be served ends at once with its error."""
@@ -117,6 +148,8 @@ class Loop:
             self.grammars.settle()
         for sample, error in self.grammars.ready():
             self._enqueue(sample) if error is None else self._drop(sample, error)
+        if self.prefix is not None:
+            self.prefix.settle()
         step = self.scheduler.plan()
         if step is not None:
             self._flights.append(self._dispatch(step))
@@ -147,6 +180,12 @@ class Loop:
             )
         except ValueError as error:
             self._drop(sample, str(error))
+            return
+        setup, computed = self.programs.setup, kind or self.capture or sample.routes is not None
+        if self.prefix is not None and not computed:
+            # Of the decoder half, bounded replay computes the last rows anew in any case.
+            keep = 1 if setup.numerics.replay == "full" else setup.cfg.replay_keep
+            self.prefix.know(sample.number, sample.prompt, len(sample.prompt) - keep)
 
     def _dispatch(self, step: Step) -> Flight:
         for move in step.moves:
@@ -193,7 +232,15 @@ class Loop:
         bias = sampling_state.bias_row(sample.params, vocab)
         begin = self._saved.pop(sample.number, None)
         begin = self.grammars.start(sample) if begin is None else jax.device_get(begin)
-        self.state = self.programs.admit(self.state, slot, bias, stop, begin)
+        found = None if self.prefix is None else self.prefix.arrival(sample.number)
+        seen = np.zeros(vocab, np.bool_)
+        if found is not None:
+            seen[sample.prompt[: found.tokens]] = True
+        self.state = self.programs.admit(self.state, slot, bias, stop, seen, begin)
+        if found is not None:
+            self.state = self.programs.put_pages(self.state, found.loads)
+            self.state = self.programs.put_rings(self.state, slot, found.state)
+            sample.metrics.cached_tokens += found.tokens
         self.desk.occupy(sample, slot)
 
     def options_for(self, samples: tuple[Sample, ...], score: bool) -> Options:
@@ -214,6 +261,12 @@ class Loop:
         self.state, output = self.programs.prefill(
             tail, score, self.options_for(samples, score), self.state, self.grammars.pool, given
         )
+        if self.prefix is not None:
+            for chunk, _ in chunks:
+                end = chunk.start + chunk.count
+                if self.prefix.wanted(chunk.request, end):
+                    rings = self.programs.take_rings(self.state, chunk.slot)
+                    self.prefix.reached(chunk.request, chunk.slot, end, rings)
         return output
 
     def _decode(self, groups: int, size: int, work: Any, samples: Any) -> StepOutput:
@@ -296,5 +349,7 @@ class Loop:
         del self._samples[sample.number]
         self._saved.pop(sample.number, None)
         self.confidences.forget(sample.number)
+        if self.prefix is not None:
+            self.prefix.forget(sample.number)
         self.grammars.release(sample)
         sample.close()

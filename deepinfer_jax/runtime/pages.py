@@ -5,17 +5,21 @@ sources). A sequence in slot s keeps its k-th 128 positions in page ``table[s, k
 and the device drops what it would write there. The table is data, not shape: int32
 [slots, pages a slot], sent with a step whenever ``version`` has moved.
 
-Pages are reference counted. A slot holds one reference to each page in its row; whoever keeps pages
-beyond a request (a prefix cache, a fork) holds its own with ``retain``. A page is free exactly when
-nobody holds it. Freeing is safe while a step that still writes the page is in flight, because the
-device runs steps in order and a new owner reads only what it wrote itself.
+Pages are reference counted. A slot holds one reference to each page in its row; requests with a
+common prefix share its pages. A page that nobody holds is free. Freeing is safe while a step that
+still writes the page is in flight, because the device runs steps in order and a new owner reads
+only what it wrote itself.
+
+A prefix cache marks pages with ``keep``: nobody needs to hold them, but what is in them is worth
+something. They count as free and are given out last, the one longest unheld first; ``evicted`` is
+called with each before that, while its content is still there.
 
 Over several devices slots and pages are cut into ``shards`` equal runs, and a slot's pages come
 from the run of its own shard. The places of a step are cut likewise (``places``).
 """
 
 import collections
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -41,11 +45,15 @@ class Pages:
         self._references = [0] * total
         part = total // shards  # stacks: the lowest page of a shard comes out first
         self._free = [list(range((i + 1) * part - 1, i * part - 1, -1)) for i in range(shards)]
+        self._kept: set[int] = set()
+        # Kept pages that nobody holds, longest unheld first.
+        self._spare: list[dict[int, None]] = [{} for _ in range(shards)]
+        self.evicted: Callable[[list[int]], None] = lambda pages: None
 
     @property
     def free(self) -> int:
-        """Pages that nobody holds."""
-        return sum(map(len, self._free))
+        """Pages that nobody holds, kept ones among them."""
+        return sum(map(len, self._free)) + sum(map(len, self._spare))
 
     @property
     def used(self) -> int:
@@ -58,7 +66,8 @@ class Pages:
 
     def room(self, slot: int) -> int:
         """Pages that nobody holds and that the slot could have."""
-        return len(self._free[self.shard(slot)])
+        shard = self.shard(slot)
+        return len(self._free[shard]) + len(self._spare[shard])
 
     def needs(self, slots: Iterable[int]) -> int:
         """Least places of a step that works on these slots, every shard having equally many."""
@@ -100,18 +109,20 @@ class Pages:
             raise ValueError(
                 f"slot {slot}: {tokens} tokens need {wanted} pages, a slot has {self.per_slot}"
             )
-        free = self._free[self.shard(slot)]
-        if wanted - held > len(free):
+        shard = self.shard(slot)
+        if wanted - held > self.room(slot):
             return False
         if wanted > held:
-            taken = [free.pop() for _ in range(wanted - held)]
+            self._evict(shard, wanted - held - len(self._free[shard]))
+            taken = [self._free[shard].pop() for _ in range(wanted - held)]
             for page in taken:
                 self._references[page] = 1
             self._append(slot, taken)
         return True
 
     def adopt(self, slot: int, pages: Sequence[int]) -> None:
-        """Append pages that somebody else holds (a shared prefix), with a reference to each."""
+        """Append pages that somebody else holds or that are kept (a shared prefix), with a
+        reference to each."""
         if self._held[slot] + len(pages) > self.per_slot:
             raise ValueError(f"slot {slot}: {len(pages)} more pages exceed {self.per_slot}")
         self.retain(pages)
@@ -123,13 +134,29 @@ class Pages:
         self.table[slot, : len(pages)] = -1
         self._held[slot] = 0
         self.version += 1
-        self.release(pages)
+        self.release(reversed(pages))  # of kept ones the end of a prefix goes before its beginning
+
+    def keep(self, page: int) -> None:
+        """Mark a held page as worth keeping. Raises ValueError for a page that nobody holds."""
+        if self._references[page] == 0:
+            raise ValueError(f"page {page} is free: only a held page can be kept")
+        self._kept.add(page)
+
+    def forget(self, page: int) -> None:
+        """Take the mark back."""
+        self._kept.discard(page)
+        shard = self._home(page)
+        if page in self._spare[shard]:
+            del self._spare[shard][page]
+            self._free[shard].append(page)
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to each page. Raises ValueError for a free page."""
+        """Add a reference to each page. Raises ValueError for a free page that is not kept."""
         for page in pages:
-            if self._references[page] == 0:
-                raise ValueError(f"page {page} is free: only a held page can be shared")
+            spare = self._spare[self._home(page)]
+            if self._references[page] == 0 and page not in spare:
+                raise ValueError(f"page {page} is free: only a held or kept page can be shared")
+            spare.pop(page, None)
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
@@ -139,7 +166,22 @@ class Pages:
                 raise ValueError(f"page {page} is free already")
             self._references[page] -= 1
             if self._references[page] == 0:
-                self._free[page * self.shards // self.total].append(page)
+                shard = self._home(page)
+                if page in self._kept:
+                    self._spare[shard][page] = None
+                else:
+                    self._free[shard].append(page)
+
+    def _home(self, page: int) -> int:
+        return page * self.shards // self.total
+
+    def _evict(self, shard: int, count: int) -> None:
+        """Free the `count` kept pages of a shard that are longest unheld."""
+        pages = list(self._spare[shard])[: max(count, 0)]
+        if pages:
+            self.evicted(pages)
+        for page in pages:
+            self.forget(page)
 
     def snapshot(self) -> np.ndarray:
         """A copy of the table for one step: later changes must not reach a step in flight."""

@@ -7,6 +7,8 @@ donated, so a step works in place. `shards.py` says how they lie on the devices 
 
 import dataclasses
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,6 +18,7 @@ from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import shards
+from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 from deepinfer_jax.structured import GrammarState, Pool
@@ -28,6 +31,13 @@ _admit = jit(shards.admit, static_argnums=0, donate_argnums=1)
 _put = jit(shards.put, static_argnums=0, donate_argnums=1)
 _take = jit(shards.take, static_argnums=0)
 _grammar = jit(shards.grammar_of, static_argnums=0)
+# On one device only: the prefix cache's.
+_take_rings = jit(states.take_rings)
+_put_rings = jit(states.put_rings, donate_argnums=0)
+_take_pages = jit(states.take_pages)
+_put_pages = jit(states.put_pages, donate_argnums=0)
+
+PAGES_A_CALL = 8  # of a copy between device and host
 
 
 @dataclasses.dataclass
@@ -98,9 +108,9 @@ class Programs:
         setup = self.setup._replace(phase="decode")
         return _decode(setup, options, size, self.everywhere, self.weights, held, pool, given)
 
-    def admit(self, held: State, slot: int, bias: Any, stop: Any, grammar: Any) -> State:
+    def admit(self, held: State, slot: int, bias: Any, stop: Any, seen: Any, grammar: Any) -> State:
         """See `state.admit`; `held` is donated."""
-        return _admit(self.setup.layout, held, np.int32(slot), bias, stop, grammar)
+        return _admit(self.setup.layout, held, np.int32(slot), bias, stop, seen, grammar)
 
     def take(self, held: State, slot: int, pages: Any) -> Any:
         """See `state.take`; copies to the host start at once."""
@@ -114,6 +124,36 @@ class Programs:
         """Where a slot is in its grammar; the copy to the host starts at once."""
         return _leaving(_grammar(self.setup.layout, held, np.int32(slot)))
 
+    def take_rings(self, held: State, slot: int) -> Any:
+        """See `state.take_rings`; the copy to the host starts at once."""
+        return _leaving(_take_rings(held, np.int32(slot)))
+
+    def put_rings(self, held: State, slot: int, rings: Any) -> State:
+        """See `state.put_rings`; `held` is donated."""
+        return _put_rings(held, np.int32(slot), self.place(rings))
+
+    def take_pages(self, held: State, pages: Sequence[int]) -> list[Any]:
+        """The content of each page; the copies to the host start at once."""
+        found = []
+        for part in itertools.batched(pages, PAGES_A_CALL):
+            found += _leaving(_take_pages(held, _padded(part)))[: len(part)]
+        return found
+
+    def put_pages(self, held: State, loads: Sequence[tuple[int, Any]]) -> State:
+        """Pages with the content they get; `held` is donated."""
+        for part in itertools.batched(loads, PAGES_A_CALL):
+            contents = jax.device_get([content for _, content in part])
+            contents += contents[:1] * (PAGES_A_CALL - len(part))
+            stacked = jax.tree.map(lambda *rows: np.stack(rows), *contents)
+            held = _put_pages(held, _padded([page for page, _ in part]), self.place(stacked))
+        return held
+
+
+def _padded(pages: Sequence[int]) -> np.ndarray:
+    padded = np.full(PAGES_A_CALL, -1, np.int32)
+    padded[: len(pages)] = pages
+    return padded
+
 
 def _leaving(saved: Any) -> Any:
     jax.tree.map(lambda leaf: leaf.copy_to_host_async(), saved)
@@ -123,4 +163,5 @@ def _leaving(saved: Any) -> Any:
 @functools.cache
 def compiled_programs() -> tuple[Any, ...]:
     """The jitted functions, for tests that count compilations."""
-    return (_prefill, _decode, _admit, _put, _take, _grammar)
+    moves = (_take_rings, _put_rings, _take_pages, _put_pages)
+    return (_prefill, _decode, _admit, _put, _take, _grammar, *moves)

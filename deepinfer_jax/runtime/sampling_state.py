@@ -143,12 +143,13 @@ def install(
     slot: Int32[Array, ""],
     bias: Float[Array, " vocab"],
     stop: Bool[Array, " vocab"],
+    seen: Bool[Array, " vocab"],
 ) -> Tables:
-    """A new request in a slot: its own bias and stop ids, nothing seen yet."""
+    """A new request in a slot: its own bias and stop ids; seen: ids of its prompt."""
     return Tables(
         bias=tables.bias.at[slot].set(bias),
         stop=tables.stop.at[slot].set(stop),
-        prompt=tables.prompt.at[slot].set(False),
+        prompt=tables.prompt.at[slot].set(seen),
         output=tables.output.at[slot].set(0),
     )
 

@@ -23,7 +23,7 @@ import bisect
 import collections
 import dataclasses
 import enum
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from deepinfer_jax.runtime.plans import Act, Chunk, Move, Outcome, Policy, Step, Turn
@@ -61,8 +61,9 @@ class Job:
 class Scheduler:
     """Continuous batching over ``policy.slots`` slots and one pool of pages."""
 
-    def __init__(self, policy: Policy, pages: Any):
-        self.policy, self.pages = policy, pages  # a pages.Pages; nothing of ours is imported here
+    def __init__(self, policy: Policy, pages: Any, prefix: Any = None):
+        # A pages.Pages and a prefix.PrefixCache or None, neither of which is imported here.
+        self.policy, self.pages, self.prefix = policy, pages, prefix
         self.host_used = 0
         self.preemptions = {Act.OFFLOAD: 0, Act.EVICT: 0}
         self._jobs: dict[int, Job] = {}
@@ -188,11 +189,15 @@ class Scheduler:
         job.slot = slot
         self._free.remove(slot)
         self._slots[slot] = job
+        if self.prefix and act is Act.ADMIT:
+            job.prefilled = self.prefix.attach(job.request, slot)
         if not self.pages.grow(job.slot, tokens):
             raise RuntimeError(f"slot {job.slot}: pages promised to request {job.request} are gone")
         self._moves.append(Move(act, job.request, job.slot, tuple(self.pages.row(job.slot))))
 
     def _leave(self, job: Job) -> None:
+        if self.prefix:
+            self.prefix.left(job.request)
         self.pages.clear(job.slot)
         del self._slots[job.slot]
         bisect.insort(self._free, job.slot, key=lambda slot: -slot)
@@ -264,12 +269,21 @@ class Scheduler:
     def _lead(self) -> Job | None:
         """The request that the next prefill is for: the one longest unserved."""
         jobs = [job for job in self._slots.values() if job.state is State.PREFILL]
-        first = self._lines[State.WAITING][:1]
-        jobs += [job for job in first if self._room(self.pages.needed(job.tokens)) is not None]
+        first = next(self._ready(), None)
+        if first and self._room(self.pages.needed(first.tokens)) is not None:
+            jobs.append(first)
         return min(jobs, key=lambda job: (job.served, job.arrival), default=None)
 
+    def _ready(self) -> Iterator[Job]:
+        """Waiting requests that nobody in a slot is computing a prefix for, oldest first."""
+        for job in self._lines[State.WAITING][: 4 * self.policy.slots]:
+            if not (self.prefix and self.prefix.waits(job.request)):
+                yield job
+
     def _shape(self, job: Job) -> tuple[str, int]:
-        left = job.tokens if job.state is State.WAITING else job.target - job.prefilled
+        left = job.target - job.prefilled
+        if job.state is State.WAITING:
+            left = job.tokens - (self.prefix.found(job.request) if self.prefix else 0)
         return job.kind, self.policy.width(left)
 
     def _prefill(self, lead: Job) -> tuple[tuple[Chunk, ...], tuple[int, ...]]:
@@ -277,15 +291,16 @@ class Scheduler:
         heights = self.policy.sequences(shape[1])
         inside = [job for job in self._slots.values() if job.state is State.PREFILL]
         inside.sort(key=lambda job: (job.served, job.arrival))
-        waiting = self._lines[State.WAITING][: 4 * self.policy.slots]
         group: list[Job] = []
 
         def height(*slots: int) -> int:
             return self.pages.needs([job.slot for job in group] + list(slots))
 
-        for job in dict.fromkeys([lead, *inside, *waiting]):
+        for job in dict.fromkeys([lead, *inside, *self._ready()]):
             if self._shape(job) != shape:
                 continue
+            if self.prefix and job.state is State.WAITING and self.prefix.waits(job.request):
+                continue  # one that has just entered computes its prefix
             if job.state is State.WAITING:
                 slot = self._room(self.pages.needed(job.tokens))
                 if slot is None or height(slot) > heights[-1]:
@@ -302,6 +317,8 @@ class Scheduler:
     def _chunk(self, job: Job, width: int) -> Chunk:
         start = job.prefilled
         count = min(width, job.target - start)
+        if self.prefix:
+            count = self.prefix.stop(job.request, start, start + count) - start
         last = start + count == job.target
         job.prefilled, job.served = start + count, self._number + 1
         job.in_flight += 1

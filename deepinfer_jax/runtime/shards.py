@@ -139,6 +139,7 @@ def admit(
     slot: Int32[Array, ""],
     bias: Float[Array, " vocab"],
     stop: Bool[Array, " vocab"],
+    seen: Bool[Array, " vocab"],
     grammar: GrammarState,
 ) -> State:
     """See `state.admit`."""
@@ -147,8 +148,8 @@ def admit(
         return states.admit(state, _drop(layout, slot, _slots(state)), *row)
 
     cut = own(layout)
-    specs = (cut, WHOLE, WHOLE, WHOLE, WHOLE)
-    return parallel.spmd(layout, local, specs, cut)(state, slot, bias, stop, grammar)
+    specs = (cut, *[WHOLE] * 5)
+    return parallel.spmd(layout, local, specs, cut)(state, slot, bias, stop, seen, grammar)
 
 
 def put(

@@ -75,12 +75,14 @@ def admit(
     slot: Int32[Array, ""],
     bias: Float[Array, " vocab"],
     stop: Bool[Array, " vocab"],
+    seen: Bool[Array, " vocab"],
     grammar: GrammarState,
 ) -> State:
-    """A new request in a slot: its bias, stop ids and grammar (a state without leading axes)."""
+    """A new request in a slot: its bias, stop ids, ids of the prompt that is not computed, and
+    grammar (a state without leading axes)."""
     return dataclasses.replace(
         state,
-        tables=sampling_state.install(state.tables, slot, bias, stop),
+        tables=sampling_state.install(state.tables, slot, bias, stop, seen),
         length=state.length.at[slot].set(0),
         done=state.done.at[slot].set(False),
         grammar=jax.tree.map(lambda old, new: old.at[slot].set(new), state.grammar, grammar),
@@ -106,15 +108,44 @@ def put(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"], save
     """The state with a share written to a slot and to pages (-1: nothing)."""
     by_slot, by_page = _split(state)
     slots = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), by_slot, saved[0])
-
-    def paged(leaf: Array, rows: Array) -> Array:
-        place = jnp.where(pages < 0, leaf.shape[0], pages)
-        return leaf.at[place].set(rows, mode="drop")
-
-    entries, keys = jax.tree.map(paged, by_page, saved[1])
+    entries, keys = _write_pages(by_page, pages, saved[1])
     return dataclasses.replace(
         slots, cache=dataclasses.replace(slots.cache, entries=entries, keys=keys)
     )
+
+
+def take_rings(state: State, slot: Int32[Array, ""]) -> Any:
+    """What a slot remembers of a prompt besides its pages."""
+    return jax.tree.map(lambda leaf: leaf[slot], _split(state)[0].cache)
+
+
+def put_rings(state: State, slot: Int32[Array, ""], rings: Any) -> State:
+    """The state with rings written to a slot."""
+    by_slot, (entries, keys) = _split(state)
+    cache = jax.tree.map(lambda leaf, row: leaf.at[slot].set(row), by_slot.cache, rings)
+    return dataclasses.replace(state, cache=dataclasses.replace(cache, entries=entries, keys=keys))
+
+
+def take_pages(state: State, pages: Int32[Array, " n"]) -> list[Any]:
+    """The content of each page; -1 gives some page."""
+    by_page = _split(state)[1]
+    held = jnp.maximum(pages, 0)
+    return [jax.tree.map(lambda leaf, i=i: leaf[held[i]], by_page) for i in range(len(pages))]
+
+
+def put_pages(state: State, pages: Int32[Array, " n"], content: Any) -> State:
+    """The state with pages written; -1: nothing."""
+    entries, keys = _write_pages(_split(state)[1], pages, content)
+    cache = dataclasses.replace(state.cache, entries=entries, keys=keys)
+    return dataclasses.replace(state, cache=cache)
+
+
+def _write_pages(by_page: Any, pages: Int32[Array, " n"], content: Any) -> Any:
+    def leaf(old: Array, rows: Array) -> Array:
+        place = jnp.where(pages < 0, old.shape[0], pages)
+        return old.at[place].set(rows, mode="drop")
+
+    return jax.tree.map(leaf, by_page, content)
 
 
 def _split(state: State) -> tuple[State, tuple[Any, Any]]:

@@ -71,9 +71,13 @@ def _compile_moves(loop: Loop) -> None:
     saved = jax.device_get(loop.programs.take(loop.state, 0, none))
     loop.state = loop.programs.put(loop.state, 0, none, saved)
     grammar = jax.device_get(loop.programs.grammar(loop.state, 0))
-    loop.state = loop.programs.admit(
-        loop.state, 0, np.zeros(vocab, np.float32), np.zeros(vocab, np.bool_), grammar
-    )
+    no = np.zeros(vocab, np.bool_)
+    loop.state = loop.programs.admit(loop.state, 0, np.zeros(vocab, np.float32), no, no, grammar)
+    if loop.prefix is not None:
+        rings = loop.programs.take_rings(loop.state, 0)
+        loop.state = loop.programs.put_rings(loop.state, 0, rings)
+        content = loop.programs.take_pages(loop.state, [0])
+        loop.state = loop.programs.put_pages(loop.state, [(0, content[0])])
 
 
 def step_seconds(loop: Loop, folder: Path) -> dict[tuple[int, int], float]:

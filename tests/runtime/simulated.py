@@ -2,14 +2,21 @@
 
 Pages and slots hold tags instead of keys: page position -> (request, position). A token is a pure
 function of (request, index), so a request's output is known wherever it is preempted, resumed or
-recomputed. Each turn reads its whole context back from the pages in the table it was dispatched
-with and fails on anything that is not its own; draft rows accept a pseudo-random number of tokens.
+recomputed. The first `shared` tokens of requests with one `text` are the same. Each turn reads its
+whole context back from the pages in the table it was dispatched with and fails on anything that is
+not its own; draft rows accept a pseudo-random number of tokens.
 """
 
 import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
 
 from deepinfer_jax.runtime.pages import Pages
-from deepinfer_jax.runtime.scheduler import Act, Outcome, Policy, Scheduler, Step
+from deepinfer_jax.runtime.plans import Act, Outcome, Policy, Step
+from deepinfer_jax.runtime.prefix import PrefixCache, PrefixPolicy
+from deepinfer_jax.runtime.scheduler import Scheduler
 
 
 def token(request: int, index: int) -> int:
@@ -24,6 +31,8 @@ class Request:
     stop: int  # tokens after which it really ends, at most new
     kind: str = ""
     alone: bool = False
+    shared: int = 0
+    text: int = 0
 
 
 @dataclasses.dataclass
@@ -41,7 +50,15 @@ class Device:
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) -> tag
         self.slots: dict[int, Slot] = {}
         self.host: dict[int, tuple[Slot, list[dict[int, tuple[int, int]]]]] = {}
-        self.known: dict[int, int] = {}  # tokens a recomputation starts from
+        self.prefix: PrefixCache | None = None
+
+    def tag(self, request: int, position: int) -> tuple[int, int]:
+        asked = self.requests[request]
+        return (-1 - asked.text if position < asked.shared else request), position
+
+    def copy_pages(self, pages) -> list[np.ndarray]:
+        """Tags of whole pages, [size, 2]."""
+        return [np.array([self.memory[page, o] for o in range(self.size)]) for page in pages]
 
     def run(self, step: Step, table) -> dict[int, list[int]]:
         """Execute a step against the table it was dispatched with: tokens by request."""
@@ -55,6 +72,9 @@ class Device:
                 assert item.start == state.length and item.count <= step.shape[1]
                 self._write(row, state, item.start, item.count)
                 state.length += item.count
+                if self.prefix is not None and self.prefix.wanted(item.request, state.length):
+                    rings = np.array(self.tag(item.request, state.length - 1))
+                    self.prefix.reached(item.request, item.slot, state.length, rings)
                 if item.last:
                     emitted[item.request] = [token(item.request, state.length)]
             else:
@@ -72,7 +92,7 @@ class Device:
         for position in range(min(state.length + 1, request.prompt + request.new - 1)):
             page = row[position // self.size]
             tag = self.memory.get((int(page), position % self.size))
-            assert tag == (state.request, position), (step.number, state, position, page, tag)
+            assert tag == self.tag(state.request, position), (step.number, state, position, tag)
         accepted = 1 + (token(state.request, state.length) % rows)
         out = [token(state.request, state.length + 1 + i) for i in range(accepted)]
         state.length += accepted
@@ -84,11 +104,18 @@ class Device:
             if beyond is None or position < beyond:
                 assert page >= 0, f"{state} writes position {position} without a page"
             if page >= 0:
-                self.memory[page, position % self.size] = (state.request, position)
+                self.memory[page, position % self.size] = self.tag(state.request, position)
 
     def _move(self, move) -> None:
         if move.act is Act.ADMIT:
             self.slots[move.slot] = Slot(move.request, 0)
+            found = None if self.prefix is None else self.prefix.arrival(move.request)
+            if found is not None:
+                self.slots[move.slot].length = found.tokens
+                assert tuple(found.state) == self.tag(move.request, found.tokens - 1)
+                for page, content in found.loads:
+                    for offset, tag in enumerate(content.tolist()):
+                        self.memory[page, offset] = tuple(tag)
             return
         if move.act is Act.RESTORE:
             state, saved = self.host.pop(move.request)
@@ -111,11 +138,17 @@ class Device:
 class Engine:
     """The loop around a scheduler: results are committed ``late`` steps after their dispatch."""
 
-    def __init__(self, policy: Policy, pages: Pages, late: int = 1):
+    def __init__(
+        self, policy: Policy, pages: Pages, late: int = 1, prefix: PrefixPolicy | None = None
+    ):
         self.requests: dict[int, Request] = {}
         self.pages, self.late = pages, late
-        self.scheduler = Scheduler(policy, pages)
         self.device = Device(pages, policy, self.requests)
+        if prefix is not None:
+            like: Any = [jax.ShapeDtypeStruct(shape, np.int64) for shape in ((pages.page, 2), (2,))]
+            self.device.prefix = PrefixCache(prefix, b"", self.device.copy_pages, tuple(like))
+            self.device.prefix.use(pages)
+        self.scheduler = Scheduler(policy, pages, self.device.prefix)
         self.outputs: dict[int, list[int]] = {}
         self.waiting: list[tuple[Step, dict[int, list[int]]]] = []
         self.steps: list[Step] = []
@@ -126,14 +159,25 @@ class Engine:
         self.outputs[number] = []
         new = dataclasses.asdict(request)
         self.scheduler.add(number, new["prompt"], new["new"], new["kind"], new["alone"])
+        if self.device.prefix is not None:
+            tags = [self.device.tag(number, position) for position in range(request.prompt)]
+            ids = [token(*tag) for tag in tags]
+            self.device.prefix.know(number, ids, request.prompt - 1)
 
     def abort(self, number: int) -> None:
         self.scheduler.abort(number)
+        self._gone(number)
+
+    def _gone(self, number: int) -> None:
         self.device.host.pop(number, None)
+        if self.device.prefix is not None:
+            self.device.prefix.forget(number)
 
     def step(self) -> bool:
         """Plan, dispatch, commit what is due. False when nothing is left to do."""
         scheduler = self.scheduler
+        if self.device.prefix is not None:
+            self.device.prefix.settle()
         self.could.append((bool(scheduler._lead()), bool(scheduler._turns())))
         step = scheduler.plan()
         if step is not None:
@@ -153,16 +197,17 @@ class Engine:
         return bool(len(scheduler) or self.waiting)
 
     def _commit(self, step: Step, emitted: dict[int, list[int]]) -> None:
-        outcomes = {}
+        outcomes, ended = {}, []
         for number, tokens in emitted.items():
             request, output = self.requests[number], self.outputs[number]
             fresh = tokens[: request.stop - len(output)]
             output += fresh
-            ended = len(output) >= request.stop
-            outcomes[number] = Outcome(len(fresh), ended)
-            if ended:
-                self.device.host.pop(number, None)
+            outcomes[number] = Outcome(len(fresh), len(output) >= request.stop)
+            if outcomes[number].finished:
+                ended.append(number)
         self.scheduler.commit(step, outcomes)
+        for number in ended:
+            self._gone(number)
 
     def run(self, limit: int = 100_000) -> None:
         """Step until everything has ended; fails if that takes more than ``limit`` steps."""

@@ -32,7 +32,7 @@ def _slots(requests, vocab=VOCAB, seen=(), slots=16):
         key = noise.request_key(params.seed, 0, slot, 0)
         sampling_state.write(host, slot, params, key, len(prompt))
         row = jnp.asarray(sampling_state.bias_row(params, vocab))
-        tables = install(tables, jnp.int32(slot), row, stop)
+        tables = install(tables, jnp.int32(slot), row, stop, np.zeros_like(stop))
         for tokens, count in zip((prompt, output), COUNTERS, strict=True):
             ids = np.full(16, -1, np.int32)
             ids[: len(tokens)] = tokens

@@ -1,11 +1,17 @@
 """The scheduler against a simulated device: right tokens, no lost page, bounded waiting."""
 
+import dataclasses
+import tempfile
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.runtime.pages import Pages
-from deepinfer_jax.runtime.scheduler import Act, Chunk, Outcome, Policy, Scheduler, State
+from deepinfer_jax.runtime.plans import Act, Chunk, Outcome, Policy
+from deepinfer_jax.runtime.prefix import PrefixPolicy
+from deepinfer_jax.runtime.scheduler import Scheduler, State
 from tests.runtime.simulated import Engine, Request, token
 
 PAGE = 8
@@ -90,6 +96,65 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
         assert turn < 4000, "requests do not end"
     _check(engine, skip=aborts)
     _check_waiting(engine)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    shapes=st.lists(
+        st.builds(
+            lambda prompt, new, part, text: Request(
+                prompt, new, max(1, new // 2), shared=round(prompt * part), text=text
+            ),
+            prompt=st.integers(1, 60),
+            new=st.integers(1, 8),
+            part=st.sampled_from([0.0, 0.5, 0.8, 1.0]),
+            text=st.integers(0, 2),
+        ),
+        min_size=2,
+        max_size=20,
+    ),
+    slots=st.integers(1, 4),
+    total=st.integers(9, 20),
+    host=st.sampled_from([0, 3, 50]),
+    policy=st.builds(
+        PrefixPolicy,
+        every=st.integers(1, 4),
+        states=st.sampled_from([1, 3, 100]),
+        host_bytes=st.sampled_from([0, 400, 10_000]),
+    ),
+    files=st.booleans(),
+    arrivals=st.lists(st.integers(0, 200), min_size=20, max_size=20),
+    aborts=st.dictionaries(st.integers(0, 19), st.integers(0, 60), max_size=2),
+)
+def test_any_traffic_with_shared_prefixes(
+    shapes, slots, total, host, policy, files, arrivals, aborts
+):
+    """Every row of every context is what was written for it, whoever computed it and wherever it
+    has been since; no page is lost."""
+    with tempfile.TemporaryDirectory() as folder:
+        if files:
+            policy = dataclasses.replace(policy, folder=Path(folder), disk_bytes=2000)
+        engine = Engine(_policy(slots, 1, host), Pages(total, slots, 9, PAGE), 1, policy)
+        turn, order = 0, sorted(range(len(shapes)), key=lambda i: arrivals[i])
+        while True:
+            while order and arrivals[order[0]] <= turn:
+                engine.add(order[0], shapes[order[0]])
+                order.pop(0)
+            for number, when in aborts.items():
+                if when == turn:
+                    engine.abort(number)
+            if not engine.step() and not order:
+                break
+            turn += 1
+            assert turn < 4000, "requests do not end"
+    _check(engine, skip=aborts)
+    prefix = engine.device.prefix
+    assert not prefix._known and not prefix._pending and not prefix._arrivals
+    assert set(prefix._by_page) == engine.pages._kept
+    assert {node.key: page for page, node in prefix._by_page.items()} == {
+        key: node.page for key, node in prefix._nodes.items() if node.page is not None
+    }
+    assert len(prefix._states) <= policy.states
 
 
 def test_preemption_to_the_host_and_back():

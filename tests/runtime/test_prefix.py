@@ -1,0 +1,162 @@
+"""Prefix cache: the same bits wherever a prefix comes from, right counts, damage is noticed.
+
+What the host does (sharing, waiting, eviction, tiers) is tested with random traffic in
+`test_scheduler.py`.
+"""
+
+import numpy as np
+import pytest
+
+import deepinfer_jax as dj
+from converters import synthetic
+from deepinfer_jax.runtime.pages import PAGE, Pages
+from deepinfer_jax.runtime.plans import Policy
+from deepinfer_jax.runtime.prefix import PrefixPolicy
+from tests.runtime import small_model
+from tests.runtime.runs import same
+from tests.runtime.simulated import Engine, Request
+
+SIZES = {"max_context": 640}
+FREE = dj.SamplingParams(
+    temperature=0.8, repetition_penalty=1.2, max_tokens=12, logprobs=0, seed=5, ignore_eos=True
+)
+GRAMMAR = dj.SamplingParams(
+    temperature=0.8, max_tokens=20, logprobs=0, seed=5, structured={"regex": "[a-c]{3,9}"}
+)
+PARAMS = [FREE, FREE, GRAMMAR, FREE, GRAMMAR]
+WARM = [256, 256, 384, 256, 256]  # tokens found when all of the work has been seen
+
+
+@pytest.fixture(scope="module")
+def work(prompts):
+    """Prompts of 300 and more ids: two begin alike for 200, two for 280; one is another."""
+    base, other, more = prompts(300, 320, 130, seed=9)
+    return [base, base[:200] + other[200:], base[:280] + more, base[:280] + other[:40], other]
+
+
+@pytest.fixture(scope="module")
+def cold(llm, work):
+    """Without a prefix cache."""
+    return llm(SIZES, invariant=True).generate(work, PARAMS, strict=True)
+
+
+@pytest.fixture
+def run(llm, work, cold):
+    """`run(engine)`: the work again; fails if a bit has changed; the tokens found."""
+
+    def again(engine):
+        outs = engine.generate(work, PARAMS, strict=True)
+        same(cold, outs)
+        return [out.metrics.cached_tokens for out in outs]
+
+    return again
+
+
+def evict(engine):
+    """All pages that nobody holds leave the device."""
+    pages = engine._loop.pages
+    pages._evict(len(pages._spare))
+    assert not pages._kept
+
+
+def test_warm_from_the_device_and_from_the_host(llm, run):
+    engine = llm({**SIZES, "prefix_cache": PrefixPolicy(every=2)}, invariant=True)
+    assert run(engine) == [0, 0, 256, 256, 0]
+    assert run(engine) == WARM
+    evict(engine)
+    assert run(engine) == WARM
+    counts = engine._loop.prefix.counts
+    assert (counts.requests, counts.hits, counts.damaged) == (15, 12, 0)
+    assert counts.found == 512 + 2 * sum(WARM)
+    evict(engine)
+    engine._loop.reset()  # as after an interrupt: the device's state is a new one
+    assert run(engine) == WARM
+
+
+def test_warm_from_files_and_damage_is_found(llm, run, tmp_path):
+    policy = PrefixPolicy(every=2, host_bytes=1, folder=tmp_path)
+    engine = llm({**SIZES, "prefix_cache": policy}, invariant=True)
+    run(engine)
+    evict(engine)
+    assert run(engine) == WARM  # what is on its way to the host cannot leave it yet
+    evict(engine)
+    engine.generate([[5]], FREE)
+    assert not engine._loop.prefix._host and len(list(tmp_path.rglob("*.page"))) == 6
+    assert run(engine) == WARM
+    # Another engine finds the files; one with other weights or numerics would look elsewhere.
+    other = llm({**SIZES, "prefix_cache": policy, "seed": 1}, invariant=True)
+    assert run(other) == WARM
+    evict(other)
+    other.generate([[5]], FREE)
+    for file in tmp_path.rglob("*.page"):
+        data = bytearray(file.read_bytes())
+        data[-7] ^= 1
+        file.write_bytes(data)
+    assert run(other) == [0, 0, 256, 256, 0]
+    assert other._loop.prefix.counts.damaged > 0
+    assert run(other) == WARM
+
+
+def test_samples_of_one_prompt_share_it(llm, work):
+    params = dj.SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=0, seed=2)
+    plain = llm(SIZES, invariant=True).generate(work[:1], params, strict=True)
+    engine = llm({**SIZES, "prefix_cache": PrefixPolicy(every=3)}, invariant=True)
+    shared = engine.generate(work[:1], params, strict=True)
+    same(plain, shared)
+    assert shared[0].metrics.cached_tokens == 2 * 256
+
+
+def test_what_needs_every_row_computes_every_row(llm, prompts):
+    """Prompt log-probabilities, captures, forced routes."""
+    engine, work = llm({"prefix_cache": True}, invariant=True), prompts(200)
+    engine.generate(work, FREE, strict=True)
+    (out,) = engine.generate(work, FREE, strict=True)
+    assert out.metrics.cached_tokens == 128
+    scored = engine.score(work)[0]
+    assert len(scored.logprobs) == 200 and None not in scored.logprobs[1:]
+    (out,) = engine.generate(work, FREE, capture=("routes", "index_topk"), strict=True)
+    assert out.metrics.cached_tokens == 0 and len(out.prompt_captured["routes"][0]) == 200
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replay", ["mask", "compact"])
+def test_bounded_replay(replay, llm, work):
+    """The decoder half's last rows are computed anew: a prefix ends before them."""
+    plain = llm(SIZES, invariant=True, replay=replay).generate(work, PARAMS, strict=True)
+    options = {**SIZES, "prefix_cache": PrefixPolicy(every=1)}
+    engine = llm(options, invariant=True, replay=replay)
+    same(plain, engine.generate(work, PARAMS, strict=True))
+    again = engine.generate(work, PARAMS, strict=True)
+    same(plain, again)
+    keep = small_model.KEEP
+    found = [out.metrics.cached_tokens for out in again]
+    assert found == [(len(ids) - keep) // PAGE * PAGE for ids in work]
+
+
+def test_other_weights_find_nothing_of_the_old(llm, work, folder, tmp_path):
+    changed = synthetic.write(tmp_path / "changed", small_model.CONFIG, seed=8)
+    options = {**SIZES, "prefix_cache": PrefixPolicy(every=2), "seed": 3}
+    engine = llm(options, invariant=True)
+    first = engine.generate(work[:2], FREE, strict=True)
+    engine.swap_weights(changed)
+    second = engine.generate(work[:2], FREE, strict=True)
+    assert [out.metrics.cached_tokens for out in second] == [0, 0]
+    assert [o.outputs[0].token_ids for o in first] != [o.outputs[0].token_ids for o in second]
+    engine.swap_weights(folder)
+    same(first, engine.generate(work[:2], FREE, strict=True))
+    with pytest.raises(ValueError, match="its config is not the one of the weights in use"):
+        engine.swap_weights(synthetic.write(tmp_path / "other", synthetic.draw_config(1), seed=1))
+
+
+def test_two_hundred_questions_after_one_text():
+    """2,000 tokens in common: at most 15% of all prompt tokens are computed."""
+    rng = np.random.default_rng(0)
+    policy = Policy(8, (8,), ((4, 128), (1, 512)))
+    engine = Engine(policy, Pages(8 * 20, 8, 20, PAGE), prefix=PrefixPolicy())
+    for number in range(200):
+        engine.add(number, Request(2000 + int(rng.integers(20, 120)), 4, 4, shared=2000))
+    engine.run()
+    computed = sum(chunk.count for step in engine.steps if step.prefill for chunk in step.work)
+    total = sum(request.prompt for request in engine.requests.values())
+    print(f"{computed / total:.1%} of {total} prompt tokens computed")
+    assert computed <= 0.15 * total
