@@ -83,7 +83,11 @@ MAY_IMPORT = {
     "converters.from_hf": READERS | BASE | {"deepinfer_jax.model"},
     "converters.to_hf": READERS | BASE | {"deepinfer_jax.model"},
 }
-NO_JAX = ("deepinfer_jax.runtime.scheduler", "deepinfer_jax.runtime.pages", "deepinfer_jax.shipped")
+NO_JAX = {
+    "deepinfer_jax.runtime.scheduler",
+    "deepinfer_jax.runtime.pages",
+    "deepinfer_jax.shipped",
+}
 
 
 def _module_name(path: Path) -> str:

@@ -15,12 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import checkpoint, noise, reply, warmup
+from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
@@ -34,7 +33,6 @@ from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
 from deepinfer_jax.runtime.text import Tokenizer, conversation_ids
 from pallas_kernels import Kernels
 
-Prompt = str | Sequence[int]
 ACCEPT = ("coupled", "rejection")
 
 
@@ -173,7 +171,7 @@ class LLM:
         if unknown:
             known = ", ".join(sorted(ROW_NAMES))
             raise ValueError(f"capture: unknown name {unknown[0]!r}; expected {known}")
-        work = _paired(prompts, sampling_params)
+        work = paired(prompts, sampling_params)
         requests = [RequestOutput(None, []) for _ in work]
         for number, request in self._run(iter(work), len(work), capture):
             requests[number] = request
@@ -190,7 +188,7 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """The results as they grow: a request is given again whenever one of its samples has more
         tokens, the last time when it has finished. `.outputs[i].text` is the whole text so far."""
-        work = _paired(prompts, sampling_params)
+        work = paired(prompts, sampling_params)
         for _, request in self._run(iter(work), len(work), ()):
             yield request
 
@@ -294,14 +292,14 @@ class LLM:
     ) -> list[Sample]:
         number, self._requests = self._requests, self._requests + 1
         request.metrics.arrival = time.monotonic()
-        error = None
+        error, cfg, context = None, self.model.cfg, self._loop.context
         try:
-            request.prompt_token_ids = self._ids(prompt)
-            self._check(request.prompt_token_ids, params)
+            request.prompt_token_ids = ids = token_ids(prompt, self.tokenizer)
+            check(ids, params, cfg, context, has_tokenizer=self.tokenizer is not None)
         except ValueError as found:
             error = str(found)
         request.metrics.prompt_tokens = len(request.prompt_token_ids)
-        cfg, samples = self.model.cfg, []
+        samples = []
         for index in range(params.n):
             key = noise.request_key(params.seed, self._seed, number, index)
             sample = Sample.new(
@@ -310,7 +308,7 @@ class LLM:
                 index,
                 params,
                 key,
-                context=self._loop.context,
+                context=context,
                 eos=cfg.eos_token_id,
                 tokenizer=self.tokenizer,
             )
@@ -322,65 +320,6 @@ class LLM:
             samples.append(sample)
             self._loop.add(sample)
         return samples
-
-    def _ids(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(f"{self.model.tokenizer}: no such file; give token ids")
-            return self.tokenizer.encode(prompt)
-        ids = list(prompt)
-        for token in ids:
-            if isinstance(token, bool) or not isinstance(token, int | np.integer):
-                raise ValueError(f"prompt: {token!r} is not a token id")
-        return [int(token) for token in ids]
-
-    def _check(self, ids: list[int], params: SamplingParams) -> None:
-        """Raises ValueError for a request that can never be served."""
-        cfg, context = self.model.cfg, self._loop.context
-        if not ids:
-            raise ValueError("prompt: empty; give at least one token")
-        if len(ids) >= context:
-            raise ValueError(
-                f"prompt: {len(ids)} tokens; max_context = {context} leaves room for "
-                f"{context - 1} and one to make"
-            )
-        named = {
-            "prompt": ids,
-            "logit_bias": params.logit_bias or (),
-            "allowed_token_ids": params.allowed_token_ids or (),
-            "banned_token_ids": params.banned_token_ids or (),
-            "stop_token_ids": params.stop_token_ids or (),
-            "forced_token_ids": params.forced_token_ids or (),
-        }
-        for name, tokens in named.items():
-            for token in tokens:
-                if not 0 <= token < cfg.vocab_size:
-                    raise ValueError(f"{name}: id {token}; expected 0..{cfg.vocab_size - 1}")
-        if cfg.image_token_id in ids:
-            raise ValueError(
-                f"prompt: id {cfg.image_token_id} is the image token; images are not supported"
-            )
-        if params.forced_routes is not None:
-            self._check_routes(params.forced_routes)
-        if params.stop is not None and self.tokenizer is None:
-            raise ValueError("stop: strings need the checkpoint's tokenizer.json")
-
-    def _check_routes(self, routes: np.ndarray) -> None:
-        cfg = self.model.cfg
-        layers, experts = cfg.num_hidden_layers, cfg.num_experts_per_tok
-        if routes.shape[1:] != (layers, experts):
-            raise ValueError(
-                f"forced_routes: shape {list(routes.shape)}; expected [tokens, {layers}, {experts}]"
-            )
-        ordered = np.sort(routes, axis=-1)
-        chosen = ordered[ordered[..., -1] >= 0]  # the others leave it to the router
-        if chosen.size and not 0 <= chosen.min() <= chosen.max() < cfg.n_routed_experts:
-            raise ValueError(
-                f"forced_routes: experts {chosen.min()}..{chosen.max()}; expected "
-                f"0..{cfg.n_routed_experts - 1}, or -1 for all of a token's experts in a layer"
-            )
-        if (chosen[:, 1:] == chosen[:, :-1]).any():
-            raise ValueError("forced_routes: the same expert twice for one token")
 
     def _tokenizer(self) -> Tokenizer | None:
         cfg = self.model.cfg
@@ -401,21 +340,3 @@ def _block(speculate: int | str | None, cfg: Any) -> int:
             f"speculate = {speculate}; this checkpoint's drafter was trained for {trained} tokens"
         )
     return speculate
-
-
-def _paired(
-    prompts: Prompt | Sequence[Prompt],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. Raises ValueError for what is neither text nor ids."""
-    items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-    if items and all(isinstance(item, int | np.integer) for item in items):
-        items = [items]
-    for number, item in enumerate(items):
-        if not isinstance(item, str | Sequence | np.ndarray):
-            raise ValueError(f"prompts[{number}]: {item!r}; expected text or token ids")
-    if params is None or isinstance(params, SamplingParams):
-        return [(item, params or SamplingParams()) for item in items]
-    if len(params) != len(items):
-        raise ValueError(f"sampling_params: {len(params)} for {len(items)} prompts")
-    return list(zip(items, params, strict=True))

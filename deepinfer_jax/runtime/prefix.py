@@ -344,8 +344,8 @@ class PrefixCache:
 
 
 def _ready(tree: Any) -> bool:
-    leaves = jax.tree.leaves(tree)
-    return all(leaf.is_ready() for leaf in leaves if isinstance(leaf, jax.Array))
+    arrays: list[Any] = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return all(array.is_ready() for array in arrays)
 
 
 def _bytes(tree: Any) -> int:

@@ -20,6 +20,32 @@ class PoolMachine(RuleBasedStateMachine):
         super().__init__()
         self.pages = Pages(TOTAL, SLOTS, PER_SLOT, PAGE)
         self.kept: list[list[int]] = []
+        self.marked: set[int] = set()
+        self.pages.evicted = self.evicted
+
+    def evicted(self, pages):
+        """Only marked pages that nobody holds, while their mark is still there."""
+        assert pages and set(pages) <= self.marked
+        assert not any(self.pages.references(page) for page in pages)
+        self.marked -= set(pages)
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def mark(self, slot):
+        for page in self.pages.row(slot)[:2]:
+            self.pages.keep(page)
+            self.marked.add(page)
+
+    @rule(slot=st.integers(0, SLOTS - 1))
+    def find_again(self, slot):
+        """A page that only its mark keeps is shared with a slot."""
+        unheld = [page for page in sorted(self.marked) if not self.pages.references(page)]
+        if unheld and self.pages.held(slot) < PER_SLOT:
+            self.pages.adopt(slot, unheld[:1])
+
+    @rule()
+    def unmark(self):
+        if self.marked:
+            self.pages.forget(self.marked.pop())
 
     @rule(slot=st.integers(0, SLOTS - 1), tokens=st.integers(0, PER_SLOT * PAGE))
     def grow(self, slot, tokens):
@@ -60,6 +86,9 @@ class PoolMachine(RuleBasedStateMachine):
             assert (self.pages.table[slot, held:] == -1).all()
         assert all(self.pages.references(page) == holders[page] for page in range(TOTAL))
         assert self.pages.used == len(holders) and self.pages.free == TOTAL - len(holders)
+        unheld = set(range(TOTAL)) - set(holders)
+        assert set(self.pages._spare) == self.marked & unheld
+        assert sorted(self.pages._free) == sorted(unheld - self.marked)
 
 
 PoolMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
