@@ -90,6 +90,10 @@ class LLM:
         if max_context > limit:
             raise ValueError(f"max_context = {max_context}; this model's positions end at {limit}")
         block = _block(speculate, cfg)
+        if prefix_cache and layout is not None and layout.size > 1:
+            raise ValueError(
+                f"prefix_cache: on one device only; layout {layout.name!r} has {layout.size}"
+            )
         shapes = shapes or Shapes()
         widths = tuple(shape for shape in shapes.prefill if shape[1] <= max(max_context, 32))
         self.tokenizer = self._tokenizer()

@@ -15,9 +15,9 @@ import numpy as np
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.runtime import sampling_state
 from deepinfer_jax.runtime.pages import Pages
+from deepinfer_jax.runtime.plans import Chunk
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_state import RowParams
-from deepinfer_jax.runtime.scheduler import Chunk
 from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, reach
 
 

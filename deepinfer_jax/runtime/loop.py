@@ -262,7 +262,7 @@ class Loop:
             tail, score, self.options_for(samples, score), self.state, self.grammars.pool, given
         )
         if self.prefix is not None:
-            for chunk, _ in chunks:
+            for _, chunk, _ in work:
                 end = chunk.start + chunk.count
                 if self.prefix.wanted(chunk.request, end):
                     rings = self.programs.take_rings(self.state, chunk.slot)

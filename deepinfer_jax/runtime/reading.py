@@ -7,9 +7,8 @@ skipped by the caller; what the device computed beyond a sample's end is dropped
 from collections.abc import Sequence
 
 from deepinfer_jax.config import ModelConfig, Numerics
-from deepinfer_jax.runtime.plans import Chunk
+from deepinfer_jax.runtime.plans import Chunk, Turn
 from deepinfer_jax.runtime.requests import Sample, entry
-from deepinfer_jax.runtime.scheduler import Chunk, Turn
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
 from deepinfer_jax.runtime.step_types import StepOutput
 

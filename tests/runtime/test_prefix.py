@@ -55,7 +55,7 @@ def run(llm, work, cold):
 def evict(engine):
     """All pages that nobody holds leave the device."""
     pages = engine._loop.pages
-    pages._evict(len(pages._spare))
+    pages._evict(0, len(pages._spare[0]))
     assert not pages._kept
 
 

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deepinfer_jax.runtime.pages import Pages
-from deepinfer_jax.runtime.scheduler import Policy
+from deepinfer_jax.runtime.plans import Policy
 from tests.runtime.simulated import Engine, Request, token
 
 PAGE = 8
