@@ -4,6 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -77,6 +78,13 @@ def test_generated_tokens_are_those_of_one_device(folder, name):
     same(outcome(folder, name), want, ids_only=True)
     more = [program.variants() for program in compiled_programs()]
     assert [b - a for a, b in zip(before, more, strict=True)] == [1, 1, 1, 0, 0, 0]
+    under, held = read(name), dict.fromkeys(jax.devices(), 0)
+    state = jax.tree.leaves(engine(folder, under)._loop.state)
+    for leaf in state:
+        for shard in leaf.addressable_shards:
+            held[shard.device] += shard.data.nbytes
+    ideal = sum(leaf.nbytes for leaf in state) // under.ways("slots")
+    assert set(held.values()) == {ideal}, "cache and slots are divided, nothing is held twice"
 
 
 @pytest.mark.slow

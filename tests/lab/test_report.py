@@ -12,7 +12,7 @@ import jax
 import pytest
 from rich.console import Console
 
-from deepinfer_jax import shipped
+from deepinfer_jax import cli, shipped
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.lab import commands, devices, program, simulate, views
 from deepinfer_jax.lab.report import LayoutReport, price
@@ -306,6 +306,51 @@ def test_compare(tmp_path):
         commands.read(["epp"])
 
 
+def test_compare_reads_a_compiled_program(tmp_path):
+    def compiled(under: Layout) -> simulate.Compiled:
+        axes, mesh = tuple(axis for axis, _ in under.axes), under.mesh()
+        args = tuple(
+            jax.ShapeDtypeStruct(
+                leaf.shape, leaf.dtype, sharding=jax.sharding.NamedSharding(mesh, spec)
+            )
+            for leaf, spec in zip(
+                case(under).args,
+                (jax.sharding.PartitionSpec(None, axes), jax.sharding.PartitionSpec(axes)),
+                strict=True,
+            )
+        )
+        return simulate.compile_program(case(under).function, args, dict(under.axes))
+
+    console, text = printed()
+    layouts = commands.read(["ep"], {"expert": 8})
+    options = {"json_to": tmp_path, "compiled": compiled}
+    assert commands.compare(layouts, case, declared, "h200x8", console, **options) == 0
+    assert "ep: compiled for 8 cpu devices in" in text.getvalue()
+    found = LayoutReport.from_json((tmp_path / "ep.json").read_text())
+    assert found.source == "compiled"
+    assert found.sent == {"expert": {"all-reduce": 2 * 7 / 8 * 64 * 4096 * 2}}
+
+
+@pytest.mark.slow
+def test_compare_compiles_the_model(tmp_path, capsys):
+    """In a process with as many simulated devices; what it sends is what the trace says."""
+    (tmp_path / "small.json").write_text(json.dumps(small_model.hf()))
+    arguments = [
+        *("layout", "compare", "ep64_decode_host_engram", "--model", str(tmp_path / "small.json")),
+        *("--devices", "h200x8", "--axis", "expert=8", "--batch", "16", "--context", "256"),
+        *("--numerics", "float32", "--json-to", str(tmp_path)),
+    ]
+    found = []
+    for more in ([], ["--compile", "cpu"]):
+        assert cli.main([*arguments, *more]) == 0
+        (file,) = tmp_path.glob("ep64*.json")
+        found.append(LayoutReport.from_json(file.read_text()))
+    assert "compiled for 8 cpu devices" in capsys.readouterr().out
+    assert [one.source for one in found] == ["trace", "compiled"]
+    assert found[0].bytes == found[1].bytes
+    assert found[1].sent["expert"].keys() == {"all-to-all", "all-reduce"}, "for ragged exchanges"
+
+
 def test_diff():
     console, text = printed()
     assert commands.diff(read("ep"), read("tp"), declared, console) == 0
@@ -326,7 +371,7 @@ def test_sizes_for_people():
 
 RELEASED = """
 import json, resource, time
-from deepinfer_jax import shipped
+from deepinfer_jax import cli, shipped
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.lab import devices, report
 from deepinfer_jax.layout import Layout
