@@ -17,7 +17,7 @@ from deepinfer_jax.runtime.engine import Shapes
 from deepinfer_jax.runtime.eplb import Assignment
 from deepinfer_jax.runtime.programs import compiled_programs
 from tests.lab import small_model
-from tests.lab.test_layouts import SIZES, read
+from tests.lab.test_layouts import SIZES, TOLERANCE, read
 from tests.runtime.runs import same
 
 FAST = ("tp_ep",)
@@ -85,6 +85,69 @@ def test_generated_tokens_are_those_of_one_device(folder, name):
             held[shard.device] += shard.data.nbytes
     ideal = sum(leaf.nbytes for leaf in state) // under.ways("slots")
     assert set(held.values()) == {ideal}, "cache and slots are divided, nothing is held twice"
+
+
+def test_a_request_moves_between_shards_to_the_bit(folder):
+    """`take` and `put` of random bytes: the owner's share, to another shard's slot and pages."""
+    programs = engine(folder, read("tp_ep"))._loop.programs
+    rng = np.random.default_rng(2)
+
+    def drawn(leaf):
+        raw = rng.integers(0, 2 if leaf.dtype == bool else 256, leaf.nbytes, dtype=np.uint8)
+        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
+
+    state = jax.tree.map(drawn, programs.empty(8, 8))
+    before = jax.device_get(state)
+    saved = jax.device_get(programs.take(state, 6, np.array([7, 4], np.int32)))
+    state = programs.put(state, 1, np.array([2, 3], np.int32), saved)
+    after = jax.device_get(state)
+    paged = {
+        id(leaf)
+        for part in (before.cache.entries, before.cache.keys)
+        for leaf in jax.tree.leaves(part)
+    }
+    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
+        want = old.copy()
+        target, source = ([2, 3], [7, 4]) if id(old) in paged else ([1], [6])
+        want[target] = old[source]
+        assert np.ascontiguousarray(new).tobytes() == np.ascontiguousarray(want).tobytes()
+    grammar = jax.device_get(programs.grammar(state, 6))
+    for old, new in zip(jax.tree.leaves(before.grammar), jax.tree.leaves(grammar), strict=True):
+        np.testing.assert_array_equal(new, old[6])
+
+
+@pytest.mark.slow
+def test_scores_captures_and_forced_routes_under_context_parallelism(folder):
+    """Rows of a prompt come back in order whatever shard computed them."""
+    prompts = [prompt for prompt in requests()[0] if len(prompt) > 30]
+    rng = np.random.default_rng(4)
+    routes = rng.permuted(np.tile(np.arange(64, dtype=np.int32), (61, 3, 1)), axis=-1)[..., :3]
+    params = [
+        dj.SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, prompt_logprobs=1),
+        dj.SamplingParams(temperature=0.0, max_tokens=5, ignore_eos=True, forced_routes=routes),
+    ]
+    params = [params[number % 2] for number in range(len(prompts))]
+    names = ("routes", "normed")
+    one, other = (
+        engine(folder, under).generate(prompts, params, capture=names, strict=True)
+        for under in (Layout.single(), read("cp_ep_prefill"))
+    )
+    same(other, one, ids_only=True)
+    for number, (a, b) in enumerate(zip(one, other, strict=True)):
+        for name in names:
+            for layer, rows in a.prompt_captured[name].items():
+                found = b.prompt_captured[name][layer]
+                np.testing.assert_allclose(found, rows, rtol=0, atol=TOLERANCE, err_msg=name)
+        if number % 2:
+            for layer in range(3):
+                forced = np.sort(routes[: len(prompts[number]), layer], axis=-1)
+                np.testing.assert_array_equal(
+                    b.prompt_captured["routes"][layer], forced[: len(prompts[number])]
+                )
+        else:
+            pairs = zip(a.prompt_logprobs, b.prompt_logprobs, strict=True)
+            for token, (want, found) in zip(prompts[number], pairs, strict=True):
+                assert want is found is None or abs(want[token] - found[token]) < TOLERANCE
 
 
 @pytest.mark.slow
