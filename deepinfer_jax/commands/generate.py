@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 _SAMPLING: dict[str, type] = {
@@ -50,6 +51,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     engine.add_argument("--kernels", default="auto", help="auto, a name, or JSON {op: name}")
     engine.add_argument("--max-slots", type=int, default=8, help="requests computed at once")
     engine.add_argument("--max-context", type=int, default=1024, help="most tokens of a request")
+    engine.add_argument(
+        "--prefix-cache",
+        nargs="?",
+        const="",
+        metavar="DIR",
+        help="prompts that begin alike are computed once; DIR: also in later runs",
+    )
     group = parser.add_argument_group("several devices")
     group.add_argument("--layout", metavar="LAYOUT", help="file or shipped name")
     group.add_argument("--axis", action="append", default=[], metavar="NAME=SIZE")
@@ -81,6 +89,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     from deepinfer_jax.lab.commands import read
     from deepinfer_jax.runtime import cluster, experts, offline, terminal
     from deepinfer_jax.runtime.engine import LLM
+    from deepinfer_jax.runtime.prefix import PrefixPolicy
     from deepinfer_jax.runtime.sampling_params import SamplingParams
 
     SamplingParams(**fields)  # refused before the model is read
@@ -94,6 +103,9 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     )
     for notice in cluster.start(device, layout, processes).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
+    prefix_cache = options.prefix_cache is not None
+    if options.prefix_cache:
+        prefix_cache = PrefixPolicy(folder=Path(options.prefix_cache))
     llm = LLM(
         options.model,
         layout,
@@ -101,6 +113,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
         numerics=Numerics.preset(
             options.numerics, replay=options.replay, invariant=options.invariant
         ),
+        prefix_cache=prefix_cache,
         max_slots=options.max_slots,
         max_context=options.max_context,
         speculate=drafts(options.speculate),
@@ -112,6 +125,8 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
             counts = stack.enter_context(experts.recorded(llm))
             if cluster.is_first():
                 stack.callback(counts.save, options.record_experts)
+        if options.prefix_cache:
+            stack.callback(llm.save_prefixes)
         if options.input is not None:
             failed = offline.run(llm, options.input, options.output, fields, Console(stderr=True))
             return 1 if failed else 0
@@ -131,8 +146,6 @@ def _structured(options: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _text(path: str) -> str:
-    from pathlib import Path
-
     return Path(path).read_text(encoding="utf-8")
 
 

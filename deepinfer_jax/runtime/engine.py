@@ -139,6 +139,18 @@ class LLM:
             raise ValueError("warm_up: requests are in flight")
         warmup.compile_all(self._loop, logprobs=logprobs, scores=scores)
 
+    def save_prefixes(self) -> None:
+        """Writes the cached prompts to `PrefixPolicy.folder`, where a later engine finds them.
+
+        Raises ValueError while requests are in flight or without such a folder.
+        """
+        prefix = self._loop.prefix
+        if len(self._loop):
+            raise ValueError("save_prefixes: requests are in flight")
+        if prefix is None or prefix.policy.folder is None:
+            raise ValueError("save_prefixes: prefix_cache has no folder")
+        prefix.save()
+
     def swap_weights(self, path: str | Path) -> None:
         """Goes on with another checkpoint of the same model: nothing compiles, no cached prompt of
         the old weights is used again. Both are in memory for a moment.

@@ -113,7 +113,7 @@ class Pages:
         if wanted - held > self.room(slot):
             return False
         if wanted > held:
-            self._evict(shard, wanted - held - len(self._free[shard]))
+            self.evict(shard, wanted - held - len(self._free[shard]))
             taken = [self._free[shard].pop() for _ in range(wanted - held)]
             for page in taken:
                 self._references[page] = 1
@@ -175,9 +175,9 @@ class Pages:
     def _home(self, page: int) -> int:
         return page * self.shards // self.total
 
-    def _evict(self, shard: int, count: int) -> None:
-        """Free the `count` kept pages of a shard that are longest unheld."""
-        pages = list(self._spare[shard])[: max(count, 0)]
+    def evict(self, shard: int, count: int | None = None) -> None:
+        """Free the `count` kept pages of a shard that are longest unheld (None: all of them)."""
+        pages = list(self._spare[shard])[: None if count is None else max(count, 0)]
         if pages:
             self.evicted(pages)
         for page in pages:

@@ -247,18 +247,29 @@ class PrefixCache:
     def settle(self) -> None:
         """Move what has arrived to host memory; called between steps, waits for nothing."""
         while self._coming and _ready((self._coming[0].saved, self._coming[0].state)):
-            node = self._coming.popleft()
-            node.state = jax.tree.map(np.asarray, node.state)
-            if node.saved is not None and node.key not in self._host:
-                node.saved = jax.tree.map(np.asarray, node.saved)
-                self._host[node.key] = node
-                self._host_used += _bytes(node.saved)
+            self._arrive(self._coming.popleft())
         while self._host_used > self.policy.host_bytes:
             node = next(iter(self._host.values()))
             if node.page is None:
                 self._files.write(node.key, node.saved, node.state)
             self._leave_host(node)
             self._drop_if_nowhere(node)
+
+    def save(self) -> None:
+        """Writes all that is kept to files; called when no request is in a slot."""
+        for shard in range(self._pages.shards):
+            self._pages.evict(shard)
+        while self._coming:
+            self._arrive(self._coming.popleft())
+        for node in self._host.values():
+            self._files.write(node.key, node.saved, node.state)
+
+    def _arrive(self, node: Node) -> None:
+        node.state = jax.tree.map(np.asarray, node.state)
+        if node.saved is not None and node.key not in self._host:
+            node.saved = jax.tree.map(np.asarray, node.saved)
+            self._host[node.key] = node
+            self._host_used += _bytes(node.saved)
 
     def _match(self, known: Known) -> int:
         """Pages up to the last one with a state, of the pages that are there one after another."""

@@ -54,9 +54,8 @@ def run(llm, work, cold):
 
 def evict(engine):
     """All pages that nobody holds leave the device."""
-    pages = engine._loop.pages
-    pages._evict(0, len(pages._spare[0]))
-    assert not pages._kept
+    engine._loop.pages.evict(0)
+    assert not engine._loop.pages._kept
 
 
 def test_warm_from_the_device_and_from_the_host(llm, run):
@@ -73,7 +72,7 @@ def test_warm_from_the_device_and_from_the_host(llm, run):
     assert run(engine) == WARM
 
 
-def test_warm_from_files_and_damage_is_found(llm, run, tmp_path):
+def test_warm_from_files(llm, run, tmp_path):
     policy = PrefixPolicy(every=2, host_bytes=1, folder=tmp_path)
     engine = llm({**SIZES, "prefix_cache": policy}, invariant=True)
     run(engine)
@@ -83,18 +82,26 @@ def test_warm_from_files_and_damage_is_found(llm, run, tmp_path):
     engine.generate([[5]], FREE)
     assert not engine._loop.prefix._host and len(list(tmp_path.rglob("*.page"))) == 6
     assert run(engine) == WARM
-    # Another engine finds the files; one with other weights or numerics would look elsewhere.
-    other = llm({**SIZES, "prefix_cache": policy, "seed": 1}, invariant=True)
+    with pytest.raises(ValueError, match="prefix_cache has no folder"):
+        llm({**SIZES, "prefix_cache": PrefixPolicy(every=2)}, invariant=True).save_prefixes()
+
+
+def test_a_later_engine_finds_what_was_saved_unless_it_is_damaged(llm, run, tmp_path):
+    policy = PrefixPolicy(every=2, folder=tmp_path)
+    engine = llm({**SIZES, "prefix_cache": policy, "seed": 1}, invariant=True)
+    run(engine)
+    engine.save_prefixes()
+    assert run(engine) == WARM
+    other = llm({**SIZES, "prefix_cache": policy, "seed": 2}, invariant=True)
     assert run(other) == WARM
-    evict(other)
-    other.generate([[5]], FREE)
     for file in tmp_path.rglob("*.page"):
         data = bytearray(file.read_bytes())
         data[-7] ^= 1
         file.write_bytes(data)
-    assert run(other) == [0, 0, 256, 256, 0]
-    assert other._loop.prefix.counts.damaged > 0
-    assert run(other) == WARM
+    last = llm({**SIZES, "prefix_cache": policy, "seed": 3}, invariant=True)
+    assert run(last) == [0, 0, 256, 256, 0]
+    assert last._loop.prefix.counts.damaged > 0
+    assert run(last) == WARM
 
 
 def test_samples_of_one_prompt_share_it(llm, work):
@@ -135,7 +142,7 @@ def test_bounded_replay(replay, llm, work):
 
 def test_other_weights_find_nothing_of_the_old(llm, work, folder, tmp_path):
     changed = synthetic.write(tmp_path / "changed", small_model.CONFIG, seed=8)
-    options = {**SIZES, "prefix_cache": PrefixPolicy(every=2), "seed": 3}
+    options = {**SIZES, "prefix_cache": PrefixPolicy(every=2), "seed": 4}
     engine = llm(options, invariant=True)
     first = engine.generate(work[:2], FREE, strict=True)
     engine.swap_weights(changed)
