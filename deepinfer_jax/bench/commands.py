@@ -1,12 +1,14 @@
-"""`deepinfer-jax bench slice` and `bench plot`: options and what they run.
+"""`deepinfer-jax bench slice`, `plot`, `prefill` and `idle`: options and what they run.
 
     bench slice prefill --tokens 4k,8k,16k,32k,64k --out prefill.jsonl
     bench slice decode --requests 16,64,128,256 --rows 1,3,6 --acceptance 0.8,0.7,0.6,0.5,0.4
     bench slice decode --layers 20,21 --requests 256 --rows 1
     bench slice decode --trace                                    (counts only, on any machine)
     bench plot prefill.jsonl decode.jsonl --png slices.png
+    bench prefill --model DIR --tokens 512,2k --prompt 512        (the engine, a checkpoint)
+    bench idle --ranks 64 --requests 256 --profile DIR            (the engine, drawn weights)
 
-Defaults are the released width and one rank of 64. On a CPU give a small model, such as
+Defaults of slices are the released width and one rank of 64. On a CPU give a small model, such as
 `--model v41-tiny --ranks 4`.
 """
 
@@ -49,13 +51,36 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     plot.set_defaults(handler=_plot)
     plot.add_argument("files", nargs="+", metavar="F.jsonl")
     plot.add_argument("--png", required=True, metavar="FILE")
+    prefill = actions.add_parser("prefill", help="prompt tokens/s of the engine by step size")
+    prefill.set_defaults(handler=_prefill)
+    prefill.add_argument("--model", metavar="DIR", help="checkpoint folder; default: the demo")
+    prefill.add_argument("--tokens", default="128,512", metavar="N,N", help="a step")
+    prefill.add_argument("--prompt", default="128", metavar="N", help="tokens of a prompt")
+    prefill.add_argument("--requests", type=int, default=32, help="of a run")
+    prefill.add_argument("--runs", type=int, default=3)
+    idle = actions.add_parser("idle", help="device idle time between the engine's decode steps")
+    idle.set_defaults(handler=_idle)
+    idle.add_argument("--model", metavar="DIR", help="checkpoint folder; default: the demo")
+    idle.add_argument("--ranks", type=int, help="drawn weights: a rank's share of --model's config")
+    idle.add_argument("--requests", type=int, default=256, help="at once")
+    idle.add_argument("--prompt", default="128", metavar="N", help="tokens of a prompt")
+    idle.add_argument("--context", default="1k", metavar="N", help="room a request has")
+    idle.add_argument("--steps", type=int, default=50, help="decode steps to profile")
+    idle.add_argument("--speculate", type=int, metavar="K", help="draft tokens a step, 0: off")
+    idle.add_argument("--profile", required=True, metavar="DIR", help="where the profile goes")
+    for one in (prefill, idle):
+        one.add_argument("--numerics", default="reference", help="reference, bf16 or float32")
+        one.add_argument("--replay", default="full", help="full, mask or compact")
+        one.add_argument("--kernels", default="auto", help="auto, a name, or JSON {op: name}")
+        one.add_argument("--out", metavar="F.jsonl", help="append the records")
+        one.add_argument("--json", action="store_true", help="print records as JSON lines")
+        device_options(one)
 
 
 def _slice(options: argparse.Namespace) -> int:
     from deepinfer_jax import shipped
     from deepinfer_jax.bench import measure, sweeps
     from deepinfer_jax.config import ModelConfig, Numerics
-    from deepinfer_jax.runtime import platform
     from pallas_kernels import Kernels
 
     decode = options.phase == "decode"
@@ -78,15 +103,7 @@ def _slice(options: argparse.Namespace) -> int:
     else:
         (prompt,) = numbers("--prompt", options.prompt)
         points = sweeps.prefill(part, numbers("--tokens", options.tokens), prompt)
-    request = platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)
-    for notice in platform.ready(request).notices:
-        print(f"deepinfer-jax: {notice}", file=sys.stderr)
-    common = {
-        "command": sweeps.command(),
-        "model": options.model,
-        "acceptance": profile,
-        "environment": measure.environment(),
-    }
+    common = _started(options) | {"model": options.model, "acceptance": profile}
     if options.trace:
         return sweeps.report(
             sweeps.records(points, measure.trace, common), options.out, options.json
@@ -106,6 +123,69 @@ def _plot(options: argparse.Namespace) -> int:
 
     plots.draw(sweeps.read(options.files), options.png)
     return 0
+
+
+def _prefill(options: argparse.Namespace) -> int:
+    import functools
+
+    from deepinfer_jax import demo
+    from deepinfer_jax.bench import engines, sweeps
+    from deepinfer_jax.config import Numerics
+    from deepinfer_jax.runtime.engine import LLM
+
+    (width,) = numbers("--prompt", options.prompt)
+    shapes = [(count // width, width) for count in numbers("--tokens", options.tokens)]
+    if not all(sequences for sequences, _ in shapes):
+        raise ValueError(f"--tokens {options.tokens}: expected at least one prompt of {width}")
+    common = _started(options) | {"model": options.model}
+    llm_of = functools.partial(
+        LLM,
+        options.model or demo.checkpoint(),
+        kernels=options.kernels,
+        numerics=Numerics.preset(options.numerics, replay=options.replay),
+    )
+    rows = engines.prefill(llm_of, shapes, options.requests, options.runs)
+    return sweeps.report((common | row for row in rows), options.out, options.json)
+
+
+def _idle(options: argparse.Namespace) -> int:
+    from deepinfer_jax import demo, shipped
+    from deepinfer_jax.bench import engines, sweeps
+    from deepinfer_jax.config import ModelConfig, Numerics
+    from deepinfer_jax.runtime.engine import LLM
+    from pallas_kernels import Kernels
+
+    (prompt,) = numbers("--prompt", options.prompt)
+    (context,) = numbers("--context", options.context)
+    numerics = Numerics.preset(options.numerics, replay=options.replay)
+    common = _started(options) | {"model": options.model, "ranks": options.ranks}
+    source: Any = options.model or demo.checkpoint()
+    if options.ranks is not None:
+        cfg = ModelConfig.from_json(shipped.find("models", options.model or "v41-flash"))
+        kernels = Kernels.parse(options.kernels)
+        source = engines.rank_model(cfg, options.ranks, numerics, kernels)
+    llm = LLM(
+        source,
+        kernels=options.kernels,
+        numerics=numerics,
+        max_slots=options.requests,
+        max_context=context,
+        speculate=options.speculate,
+    )
+    found = engines.idle_between_steps(llm, prompt, options.steps, options.profile)
+    name = f"engine decode, {options.requests} requests"
+    return sweeps.report([{"name": name, **common, **found}], options.out, options.json)
+
+
+def _started(options: argparse.Namespace) -> dict[str, Any]:
+    """The device settled; what every record says."""
+    from deepinfer_jax.bench import measure, sweeps
+    from deepinfer_jax.runtime import platform
+
+    request = platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)
+    for notice in platform.ready(request).notices:
+        print(f"deepinfer-jax: {notice}", file=sys.stderr)
+    return {"command": sweeps.command(), "environment": measure.environment()}
 
 
 def numbers(option: str, text: str) -> list[int]:

@@ -38,6 +38,22 @@ class Idle:
     runs: int | None
 
 
+def recorded(folder: str | Path) -> Any:
+    """A context in which jax writes a profile without Python's calls, which would slow the host
+    down and leave the device idle."""
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    return jax.profiler.trace(str(folder), profiler_options=options)
+
+
+def busiest(ops: Iterable[Op]) -> str:
+    """The module that the device spent most time in."""
+    spent: dict[str, float] = {}
+    for op in ops:
+        spent[op.module] = spent.get(op.module, 0.0) + op.end - op.start
+    return max(spent, key=lambda name: spent[name])
+
+
 def read(folder: str | Path) -> list[Op]:
     """Operations of the newest profile under a folder. Raises FileNotFoundError, ValueError."""
     files = sorted(Path(folder).glob("**/*.xplane.pb"), key=lambda file: file.stat().st_mtime)

@@ -17,7 +17,7 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +124,7 @@ def run(
         "reached": reached(one, statistics.median(samples), best),
     }
     if profile is not None:
-        with jax.profiler.trace(str(profile)):
+        with idle.recorded(profile):
             several(carry)
         found["idle"] = idle.measure(idle.read(profile), MODULE).__dict__
     return _record(one) | found
@@ -202,6 +202,3 @@ def _spread(samples: Sequence[float]) -> dict[str, Any]:
         "most": ordered[-1],
         "samples": list(samples),
     }
-
-
-Runner = Callable[[Slice], dict[str, Any]]

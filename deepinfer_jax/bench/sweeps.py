@@ -114,6 +114,8 @@ def text(record: dict[str, Any]) -> str:
     name = record["name"]
     if "error" in record:
         return f"{name}: does not fit: {record['error'][:100]}"
+    if "needed" not in record:
+        return f"{name}: " + ", ".join(_engine(record))
     flop, moved = (sum(record["needed"][key].values()) for key in ("flop", "bytes"))
     work = f"{flop / 1e12:.4g} TFLOP, {moved / 1e9:.4g} GB"
     if record["seconds"] is None:
@@ -130,11 +132,23 @@ def text(record: dict[str, Any]) -> str:
     if record["tokens_s"] is not None:
         parts.append(f"{record['tokens_s']:.0f} tokens/s")
     if "idle" in record:
-        between = record["idle"]["between"]
-        share = record["idle"]["idle"] if between is None else between
-        kind = "idle" if between is None else "idle between steps"
-        parts.append(f"{share:.2%} {kind}")
+        parts.append(_waiting(record["idle"]))
     return f"{name}: " + ", ".join(parts)
+
+
+def _engine(record: dict[str, Any]) -> Iterator[str]:
+    if "tokens_s" in record:
+        yield f"{record['tokens_s']:.0f} tokens/s, its steps alone {record['step_tokens_s']:.0f}"
+        yield f"engine/device {record['engine_device']:.3f}"
+    if "idle" in record:
+        yield _waiting(record["idle"])
+        yield f"{record['steps']} steps"
+
+
+def _waiting(idle: dict[str, Any]) -> str:
+    if idle["between"] is None:
+        return f"{idle['idle']:.2%} idle"
+    return f"{idle['between']:.2%} idle between steps, {idle['idle']:.2%} with the gaps inside"
 
 
 def report(found: Iterable[dict[str, Any]], out: str | None, as_json: bool) -> int:

@@ -11,6 +11,7 @@ request gives depends on the weights, the prompt, its parameters and its seed al
 
 import dataclasses
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import checkpoint, noise, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.loop import Loop
-from deepinfer_jax.runtime.model import load
+from deepinfer_jax.runtime.model import Model, load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
 from deepinfer_jax.runtime.pages import PAGE
 from deepinfer_jax.runtime.plans import Policy
@@ -52,20 +53,21 @@ class Shapes:
 class LLM:
     """Offline inference with a checkpoint on one device or a layout of them.
 
-    path: official or converted folder; None: the embedded demo. layout, kernels, numerics: as of
-    `load`. max_slots: requests computed at once, rounded up to what the layout's data shards
-    divide; max_context: most tokens of a request, prompt included. speculate: draft tokens verified
-    a step (None: the trained block if the checkpoint has a drafter; 0: off), or "adaptive". accept:
-    "coupled" (tokens equal to decoding without speculation) or "rejection" (equal in distribution).
-    seed: of requests that bring none. cache: folder where step times measured for "adaptive" are
-    kept (None: the user's cache). prefix_cache: prompts that begin alike share pages, on one device
-    (see `prefix.PrefixPolicy`); results are those of an engine without it, to the bit with
-    `Numerics.invariant`. Raises ValueError naming the option.
+    path: official or converted folder, None: the embedded demo; or a loaded `Model`, which keeps
+    its layout, kernels and numerics (else as of `load`). max_slots: requests computed at once,
+    rounded up to what the layout's data shards divide; max_context: most tokens of a request,
+    prompt included. speculate: draft tokens verified a step (None: the trained block if the
+    checkpoint has a drafter; 0: off), or "adaptive". accept: "coupled" (tokens equal to decoding
+    without speculation) or "rejection" (equal in distribution). seed: of requests that bring none.
+    cache: folder where step times measured for "adaptive" are kept (None: the user's cache).
+    prefix_cache: prompts that begin alike share pages, on one device (see `prefix.PrefixPolicy`);
+    results are those of an engine without it, to the bit with `Numerics.invariant`. Raises
+    ValueError naming the option.
     """
 
     def __init__(
         self,
-        path: str | Path | None = None,
+        path: str | Path | Model | None = None,
         layout: Layout | None = None,
         kernels: str | dict[str, str] | Kernels = "auto",
         numerics: str | Numerics = "reference",
@@ -84,15 +86,16 @@ class LLM:
                 raise ValueError(f"{name} = {value!r}; expected a positive integer")
         if accept not in ACCEPT:
             raise ValueError(f"accept = {accept!r}; expected {' or '.join(map(repr, ACCEPT))}")
-        self.model = load(path, layout, kernels, numerics)
+        self.model = path if isinstance(path, Model) else load(path, layout, kernels, numerics)
         cfg = self.model.cfg
         limit = cfg.max_position_embeddings
         if max_context > limit:
             raise ValueError(f"max_context = {max_context}; this model's positions end at {limit}")
         block = _block(speculate, cfg)
-        if prefix_cache and layout is not None and layout.size > 1:
+        under = self.model.setup.layout
+        if prefix_cache and under.size > 1:
             raise ValueError(
-                f"prefix_cache: on one device only; layout {layout.name!r} has {layout.size}"
+                f"prefix_cache: on one device only; layout {under.name!r} has {under.size}"
             )
         shapes = shapes or Shapes()
         widths = tuple(shape for shape in shapes.prefill if shape[1] <= max(max_context, 32))
@@ -121,7 +124,9 @@ class LLM:
             compiler=compiler,
             adaptive=speculate == "adaptive",
             prefix=PrefixPolicy() if prefix_cache is True else prefix_cache or None,
-            identity=checkpoint.identity(path, self.model.setup, block > 0),
+            identity=uuid.uuid4().bytes  # weights in memory: nobody else's
+            if isinstance(path, Model)
+            else checkpoint.identity(path, self.model.setup, block > 0),
         )
         if self._loop.adaptive:
             folder = warmup.default_folder() if cache is None else Path(cache)
