@@ -67,7 +67,7 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
     "deepinfer_jax.demo.report": RUNTIME | DEMO | {"deepinfer_jax"},
-    "deepinfer_jax.bench": RUNTIME | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
+    "deepinfer_jax.bench": RUNTIME | DEMO | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
     "deepinfer_jax.bench.counts": BASE,
     "deepinfer_jax.chat": RUNTIME,
     "deepinfer_jax.commands": RUNTIME | CHECKPOINT | DEMO | {"deepinfer_jax.lab"},

@@ -152,7 +152,7 @@ def _idle(options: argparse.Namespace) -> int:
     from deepinfer_jax import demo, shipped
     from deepinfer_jax.bench import engines, sweeps
     from deepinfer_jax.config import ModelConfig, Numerics
-    from deepinfer_jax.runtime.engine import LLM
+    from deepinfer_jax.runtime.engine import LLM, Shapes
     from pallas_kernels import Kernels
 
     (prompt,) = numbers("--prompt", options.prompt)
@@ -171,6 +171,7 @@ def _idle(options: argparse.Namespace) -> int:
         max_slots=options.requests,
         max_context=context,
         speculate=options.speculate,
+        shapes=Shapes(pages=engines.enough_pages(options.requests, context)),
     )
     found = engines.idle_between_steps(llm, prompt, options.steps, options.profile)
     name = f"engine decode, {options.requests} requests"

@@ -24,6 +24,7 @@ from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime import warmup
 from deepinfer_jax.runtime.engine import LLM, Shapes
 from deepinfer_jax.runtime.model import Model
+from deepinfer_jax.runtime.pages import PAGE
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 
 WARM = 4  # decode steps before the profile
@@ -39,6 +40,12 @@ def rank_model(cfg: ModelConfig, ranks: int, numerics: Numerics, kernels: Any) -
     return Model(setup, drawn.materialise(weights), Path("synthetic weights have no tokenizer"))
 
 
+def enough_pages(slots: int, context: int) -> int:
+    """Pages with which every slot is in use at once: the scheduler keeps one free for each request
+    that is in, beside those a request holds."""
+    return slots * (-(-context // PAGE) + 1)
+
+
 def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) -> dict[str, Any]:
     """Idle time of the device over about `steps` decode steps with every slot in use.
 
@@ -52,7 +59,7 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(_prompts(llm, slots, prompt), dataclasses.replace(params, max_tokens=2 + block))
     counted = loop.dispatched
-    begin = counted.copy()
+    begin, profiled = counted.copy(), counted
     prefills = decodes = seen = 0
     profile, first = None, 0
     stream: Any = llm.stream(_prompts(llm, slots, prompt, seed=1), params)
@@ -63,7 +70,7 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
                 prefills, seen = done, _steps(now, "decode")
             decodes = _steps(now, "decode")
             if profile is None and decodes - seen >= WARM:
-                profile, first = idle.recorded(folder), decodes
+                profile, first, profiled = idle.recorded(folder), decodes, counted.copy()
                 profile.__enter__()
             elif profile is not None and decodes - first >= steps:
                 break
@@ -75,6 +82,7 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
     module = idle.busiest(ops)
     return {
         "requests": slots,
+        "groups": _groups(counted - profiled),
         "prompt": prompt,
         "context": loop.context,
         "draft_block": block,
@@ -90,9 +98,10 @@ def prefill(
     """For each prefill shape (sequences, width): prompt tokens a second of the engine, and of its
     prefill steps alone run one by one. llm_of: `LLM` with everything but slots and shapes."""
     for sequences, width in shapes:
-        llm = llm_of(
-            max_slots=sequences, max_context=width + 8, shapes=Shapes(prefill=((sequences, width),))
-        )
+        context = width + 8
+        pages = enough_pages(sequences, context)
+        shapes_of = Shapes(prefill=((sequences, width),), pages=pages)
+        llm = llm_of(max_slots=sequences, max_context=context, shapes=shapes_of)
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         work = _prompts(llm, max(requests // sequences, 1) * sequences, width)
         llm.generate(work[:sequences], params, strict=True)  # compiles
@@ -115,6 +124,11 @@ def prefill(
             "step_tokens_s": sequences * width / step,
             "engine_device": wall / (count * step),
         }
+
+
+def _groups(counted: Any) -> list[int]:
+    """Sizes of the decode steps in a count of steps."""
+    return sorted({groups for name, groups, _ in counted if name == "decode"})
 
 
 def _prompts(llm: LLM, count: int, length: int, seed: int = 0) -> list[list[int]]:

@@ -26,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
         "num_hidden_layers": 3,
         "compress_ratios": [0, 2, 1, 0],
         "index_source_layer_ids": [1, 2],
-        "dspark_target_layer_ids": [1, 2],
+        "dspark_target_layer_ids": [2],
     }
     raw = {**small_model.CONFIG, "text_config": {**small_model.TEXT, **three}}
     file.write_text(json.dumps(raw))

@@ -17,6 +17,7 @@ def test_idle_time_between_decode_steps(llm, tmp_path: Path) -> None:
     engine = llm()
     found = engines.idle_between_steps(engine, 20, 3, tmp_path)
     assert found["requests"] == 4 and found["draft_block"] == small_model.BLOCK
+    assert found["groups"] == [4], "every profiled step has all requests"
     assert found["steps"] >= 3 and "decode" in found["module"]
     idle = found["idle"]
     assert 0 < idle["busy"] <= idle["span"]
