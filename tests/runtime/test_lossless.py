@@ -26,7 +26,7 @@ STYLES = {
         "top_k": 100,
         "frequency_penalty": 0.2,
         "presence_penalty": 0.1,
-        "logit_bias": {11: 0.5, 77: 2.0},
+        "logit_bias": {11: 0.5},
     },
 }
 
