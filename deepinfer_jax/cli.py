@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from deepinfer_jax.commands import generate, layout
+from deepinfer_jax.commands import generate, layout, traffic
 
 Handler = Callable[[argparse.Namespace], int]
 
@@ -150,6 +150,7 @@ def _bench_options(parser: argparse.ArgumentParser) -> None:
     decode.add_argument("--json", action="store_true")
     _cache_options(decode)
     commands.add_options(actions, _platform_options)
+    traffic.add_options(actions.add_parser("traffic", help="policies on a modelled clock"))
 
 
 def _bench_decode(options: argparse.Namespace) -> int:

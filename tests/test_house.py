@@ -70,7 +70,10 @@ MAY_IMPORT = {
     "deepinfer_jax.bench": RUNTIME | DEMO | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
     "deepinfer_jax.bench.counts": BASE,
     "deepinfer_jax.chat": RUNTIME,
-    "deepinfer_jax.commands": RUNTIME | CHECKPOINT | DEMO | {"deepinfer_jax.lab"},
+    "deepinfer_jax.commands": RUNTIME
+    | CHECKPOINT
+    | DEMO
+    | {"deepinfer_jax.bench", "deepinfer_jax.lab"},
     "deepinfer_jax.cli": RUNTIME
     | CHECKPOINT
     | CONVERTERS
