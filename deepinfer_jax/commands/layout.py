@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 COMPILE_SECONDS = 3600.0
+TABLE_WIDTH = 240
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -89,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     from deepinfer_jax.runtime import priced
 
     console = Console()
+    if not console.is_terminal:  # a table in a file is as wide as it must be
+        console = Console(width=TABLE_WIDTH)
     model = shipped.find("models", options.model)
     cfg = ModelConfig.from_json(model)
     layouts = commands.read(options.layouts, sizes(options.axis))

@@ -299,16 +299,12 @@ class Loop:
         outcomes: dict[int, Outcome] = {}
         if flight.output is not None:
             found = jax.device_get(flight.output)
+            groups = list(zip(flight.places, flight.step.work, flight.samples, strict=True))
             if self.counts is not None and "routes" in found.captured:
-                self.counts.add(
-                    found.captured["routes"],
-                    reading.used_rows(flight.places, flight.step.work, found),
-                )
+                self._count(groups, found, self.counts)
                 kept = {name: found.captured[name] for name in self.capture}
                 found = dataclasses.replace(found, captured=kept)
-            for place, item, sample in zip(
-                flight.places, flight.step.work, flight.samples, strict=True
-            ):
+            for place, item, sample in groups:
                 if sample.number not in self._samples:
                     continue
                 chunk = item if isinstance(item, Chunk) else None
@@ -319,6 +315,15 @@ class Loop:
         for number, outcome in outcomes.items():
             if outcome.finished:
                 self._forget(self._samples[number])
+
+    def _count(self, groups: Any, found: StepOutput, counts: Counts) -> None:
+        """Adds the experts that a step's rows went to."""
+        cfg, numerics = self.programs.setup.cfg, self.programs.setup.numerics
+        halves: dict[str, dict[int, Any]] = {"encoder": {}, "decoder": {}}
+        for layer, chosen in found.captured["routes"].items():
+            halves["encoder" if layer < cfg.decoder_start else "decoder"][layer] = chosen
+        for half, routes in halves.items():
+            counts.add(routes, reading.used_rows(cfg, numerics, half, groups, found))
 
     def _read_extras(
         self, sample: Sample, chunk: Chunk | None, found: StepOutput, place: int

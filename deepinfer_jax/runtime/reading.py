@@ -39,13 +39,25 @@ def read_tokens(sample: Sample, found: StepOutput, place: int) -> tuple[int, boo
 
 
 def used_rows(
-    places: Sequence[int], work: Sequence[Chunk | Turn], found: StepOutput
+    cfg: ModelConfig,
+    numerics: Numerics,
+    half: str,
+    groups: Sequence[tuple[int, Chunk | Turn, Sample]],
+    found: StepOutput,
 ) -> list[tuple[int, int]]:
-    """(place, rows that the step computed for it) of every group, rejected drafts included."""
-    return [
-        (place, item.count if isinstance(item, Chunk) else 1 + int(found.verified[place]))
-        for place, item in zip(places, work, strict=True)
-    ]
+    """(place, rows that the layers of a half computed for it), rejected drafts included.
+
+    groups: place, work and sample of each group of the step.
+    """
+    score = any(sample.params.prompt_logprobs is not None for *_, sample in groups)
+    used = []
+    for place, item, sample in groups:
+        if isinstance(item, Chunk):
+            first = first_rows(cfg, numerics, item, len(sample.prompt), score)
+            used.append((place, item.start + item.count - first[half]))
+        else:
+            used.append((place, 1 + int(found.verified[place])))
+    return used
 
 
 def read_prompt(sample: Sample, chunk: Chunk, found: StepOutput, place: int) -> None:
