@@ -19,7 +19,7 @@ import jax
 
 
 class Op(NamedTuple):
-    """start, end in ns; module: "" for copies; run: (module, run) or None."""
+    """start, end in ns; module: "" where the profile has none; run: (module, run) or None."""
 
     start: float
     end: float
@@ -46,12 +46,13 @@ def recorded(folder: str | Path) -> Any:
     return jax.profiler.trace(str(folder), profiler_options=options)
 
 
-def busiest(ops: Iterable[Op]) -> str:
-    """The module that the device spent most time in."""
+def busiest(ops: Iterable[Op]) -> str | None:
+    """The module that the device spent most time in; None if no operation is named."""
     spent: dict[str, float] = {}
     for op in ops:
-        spent[op.module] = spent.get(op.module, 0.0) + op.end - op.start
-    return max(spent, key=lambda name: spent[name])
+        if op.module:
+            spent[op.module] = spent.get(op.module, 0.0) + op.end - op.start
+    return max(spent, key=lambda name: spent[name], default=None)
 
 
 def read(folder: str | Path) -> list[Op]:
@@ -100,24 +101,25 @@ def measure(ops: Iterable[Op], module: str | None = None) -> Idle:
 
 
 def _ops(profile: Any) -> Iterator[Op]:
-    for plane in profile.planes:
-        device = plane.name.startswith("/device:")
+    """Of a GPU's streams everything is work, named or not (nodes of a graph need not be); of the
+    host's threads only what belongs to a compiled module. Of several devices, the first."""
+    planes = list(profile.planes)
+    devices = sorted(plane.name for plane in planes if plane.name.startswith("/device:"))
+    for plane in planes:
+        device = plane.name in devices
+        if device and plane.name != devices[0]:
+            continue
         for line in plane.lines:
             if device and line.name in _SUMMARIES:
                 continue
             for event in line.events:
                 stats = dict(event.stats)
                 module, run = stats.get("hlo_module"), stats.get("run_id")
-                copy = device and event.name.lower().startswith("memcpy")
-                if (module is None and not copy) or event.duration_ns <= 0:
+                if (module is None and not device) or event.duration_ns <= 0:
                     continue
                 name = str(module or "")
-                yield Op(
-                    event.start_ns,
-                    event.start_ns + event.duration_ns,
-                    name,
-                    None if run is None else (name, int(run)),
-                )
+                end = event.start_ns + event.duration_ns
+                yield Op(event.start_ns, end, name, None if run is None else (name, int(run)))
 
 
 _SUMMARIES: Sequence[str] = ("XLA Modules", "XLA Ops", "Steps", "Framework Ops", "Source code")

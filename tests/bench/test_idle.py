@@ -70,6 +70,40 @@ def test_a_profile_recorded_here(tmp_path: Path) -> None:
     assert found.between is not None and 0 <= found.between <= found.idle < 1
 
 
+class _Named:
+    """Planes, lines and events as jax's profile has them."""
+
+    def __init__(self, name: str, parts: list | None = None, **fields: object) -> None:
+        self.name = name
+        self.planes = self.lines = self.events = parts or []
+        self.__dict__ |= fields
+
+
+def _event(start: float, length: float, **stats: object) -> _Named:
+    return _Named("kernel", start_ns=start, duration_ns=length, stats=stats.items())
+
+
+def test_streams_of_a_gpu() -> None:
+    """Everything on the first device's streams is work; summary lines and hosts' calls are not."""
+    labelled = _event(0, 40, hlo_module="jit_turn", hlo_op="dot.1")
+    streams = [
+        _Named("Stream #14(Compute)", [labelled, _event(50, 50)]),
+        _Named("Stream #15(MemcpyD2H)", [_event(30, 15)]),
+        _Named("XLA Modules", [_event(0, 100, hlo_module="jit_turn")]),
+    ]
+    planes = [
+        _Named("/host:CPU", [_Named("python", [_event(0, 500)])]),
+        _Named("/device:GPU:1", [_Named("Stream #1", [_event(0, 900)])]),
+        _Named("/device:GPU:0", streams),
+    ]
+    ops = list(idle._ops(_Named("profile", planes)))
+    assert sorted(op.end for op in ops) == [40, 45, 100]
+    found = idle.measure(ops)
+    assert found.idle == pytest.approx(5 / 100) and found.between is None
+    assert idle.busiest(ops) == "jit_turn"
+    assert idle.busiest([Op(0, 9, "", None)]) is None
+
+
 def test_no_profile_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="xplane"):
         idle.read(tmp_path)
