@@ -23,6 +23,7 @@ from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.spec import Param
 
 SMALL = 1 << 16
+LARGE = 1 << 31
 
 
 def materialise(tree: Any, seed: int = 0) -> Any:
@@ -43,6 +44,9 @@ def materialise(tree: Any, seed: int = 0) -> Any:
 def _draw(param: Param, key: Array) -> Array:
     """As `spec.random` draws, but on the device, where tens of gigabytes take seconds."""
     shape, dtype = param.shape, jnp.dtype(param.dtype)
+    if param.size > LARGE and len(shape) > 2:  # a stack, one matrix at a time: the rest is scratch
+        one = dataclasses.replace(param, shape=shape[1:], axes=param.axes[1:])
+        return jax.lax.map(lambda part: _draw(one, part), jax.random.split(key, shape[0]))
     if param.init in ("ones", "zeros"):
         return jnp.full(shape, 1 if param.init == "ones" else 0, dtype)
     if param.init == "bits":

@@ -205,6 +205,14 @@ def test_drawn_values_are_not_zero_and_repeat(side: int) -> None:
     assert not np.array_equal(other, np.asarray(found["b"]))
 
 
+def test_large_stacks_are_drawn_matrix_by_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawn, "LARGE", 1 << 16)
+    stack = Param((3, 150, 160), "uint8", (None, None, None), "bits")
+    found = np.asarray(drawn.materialise(stack))
+    assert found.shape == stack.shape and len(np.unique(found)) == 256
+    assert not np.array_equal(found[0], found[1])
+
+
 def test_the_front_is_what_nothing_beats() -> None:
     points = [(1.0, 9.0), (2.0, 8.0), (2.0, 5.0), (3.0, 6.0), (1.0, 4.0)]
     assert plots.front(points) == [(1.0, 9.0), (2.0, 8.0), (3.0, 6.0)]
