@@ -34,15 +34,15 @@ def decode_points(records: Sequence[dict[str, Any]]) -> dict[int, list[Point]]:
 
 def draw(records: Sequence[dict[str, Any]], png: str) -> None:
     """The picture of all records, a panel a phase. Raises ValueError if none was run."""
+    decode = decode_points(records)
+    prefill = [one for one in records if one.get("phase") == "prefill" and one.get("tokens_s")]
+    if not decode and not prefill:
+        raise ValueError("plot: no record with tokens a second (decode needs --acceptance)")
     import matplotlib
 
     matplotlib.use("agg")
     from matplotlib import pyplot
 
-    decode = decode_points(records)
-    prefill = [one for one in records if one.get("phase") == "prefill" and one.get("tokens_s")]
-    if not decode and not prefill:
-        raise ValueError("plot: no record with tokens a second (decode needs --acceptance)")
     panels = bool(decode) + bool(prefill)
     figure, grid = pyplot.subplots(1, panels, figsize=(7 * panels, 5), squeeze=False)
     axes = list(grid[0])

@@ -37,8 +37,8 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_decode_sweep_profiled_and_drawn(config: str, tmp_path: Path, capsys) -> None:
-    out, png = str(tmp_path / "decode.jsonl"), tmp_path / "decode.png"
+def test_a_decode_sweep_profiled(config: str, tmp_path: Path, capsys) -> None:
+    out = str(tmp_path / "decode.jsonl")
     words = ["bench", "slice", "decode", "--model", config, "--ranks", "2", "--requests", "3"]
     words += ["--rows", "3", "--context", "128", "--acceptance", "0.5,0.5,0.5", *FEW, "--json"]
     assert cli.main([*words, "--out", out, "--profile", str(tmp_path / "profile")]) == 0
@@ -60,13 +60,11 @@ def test_a_decode_sweep_profiled_and_drawn(config: str, tmp_path: Path, capsys) 
     environment = found["environment"]
     assert environment["platform"] == "cpu" and environment["clocks"] == "as found, not read"
     assert found["layout"] == "single" and found["numerics"]["act_quant"]
-    assert cli.main(["bench", "plot", out, "--png", str(png)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.slow
 def test_a_prefill_sweep(config: str, tmp_path: Path, capsys) -> None:
-    out, png = str(tmp_path / "prefill.jsonl"), tmp_path / "prefill.png"
+    out = str(tmp_path / "prefill.jsonl")
     words = ["bench", "slice", "prefill", "--model", config, "--ranks", "2", "--tokens", "64"]
     assert cli.main([*words, "--prompt", "32", *FEW, "--out", out]) == 0
     shown = capsys.readouterr().out
@@ -74,8 +72,6 @@ def test_a_prefill_sweep(config: str, tmp_path: Path, capsys) -> None:
     (found,) = sweeps.read([out])
     assert found["numerics"]["replay"] == "compact"
     assert found["tokens_s"] == pytest.approx(64 / found["seconds"]["median"])
-    assert cli.main(["bench", "plot", out, "--png", str(png)]) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_layer_slice(config: str, capsys) -> None:
@@ -218,6 +214,29 @@ def test_the_front_is_what_nothing_beats() -> None:
     assert plots.front(points) == [(1.0, 9.0), (2.0, 8.0), (3.0, 6.0)]
     with pytest.raises(ValueError, match="--acceptance"):
         plots.draw([{"phase": "decode", "tokens_s": None}], "none.png")
+
+
+def test_a_picture_of_records(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="the extra 'plot'")
+    decode = [
+        {"phase": "decode", "rows": {"width": width, "sequences": many}, "tokens_s": many * 9.0}
+        for width in (1, 3)
+        for many in (16, 64)
+    ]
+    assert plots.decode_points(decode)[3] == [(9.0, 144.0), (9.0, 576.0)]
+    prefill = {"phase": "prefill", "tokens_per_turn": 4096.0, "tokens_s": 9e4}
+    prefill["reached"] = {"of_arithmetic": 0.4}
+    one, two = tmp_path / "decode.jsonl", tmp_path / "prefill.jsonl"
+    one.write_text("".join(json.dumps(record) + "\n" for record in decode))
+    two.write_text(json.dumps(prefill) + "\n")
+    for files in ([one], [two], [one, two]):
+        png = tmp_path / "some.png"
+        assert cli.main(["bench", "plot", *map(str, files), "--png", str(png)]) == 0
+        assert png.read_bytes().startswith(b"\x89PNG")
+        png.unlink()
+    two.write_text("no json\n")
+    with pytest.raises(ValueError, match=r"prefill.jsonl:1: no JSON"):
+        sweeps.read([str(two)])
 
 
 def test_rates_are_of_what_is_needed() -> None:
