@@ -113,6 +113,7 @@ def test_greedy_tokens_and_drafts(kind, speculate, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # 45,000 decoded tokens
 @pytest.mark.parametrize("invariant", [True, False])
 def test_prefill_and_decode_agree_for_every_k(invariant):
     """prefill(300) = prefill(k) + decode(300 - k) for k in 1..299, in a batch of 32 different k:

@@ -81,6 +81,7 @@ def _same_logits(one, other):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # the first of a width compiles up to seven programs
 @pytest.mark.parametrize("batch", [32, 1])
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("speculate", [2, "adaptive", 1, 3, 4, 5])
