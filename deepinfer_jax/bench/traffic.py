@@ -179,11 +179,13 @@ class _Run:
         if self.prefix is not None:
             self.prefix.know(number, request.ids(number).tolist(), request.prompt - 1)
 
-    def _carry_out(self, step: Step) -> dict[int, int]:
+    def _carry_out(self, step: Any) -> dict[int, int]:
         """Keeps the device busy for the step's time; tokens by request."""
         if step.prefill:
             self.computed += sum(chunk.count for chunk in step.work)
-            self._take(self.clock.prefill, *step.shape, max(chunk.start for chunk in step.work))
+            sequences, width = step.shape
+            start = max(chunk.start for chunk in step.work)
+            self._take(self.clock.prefill, sequences, width, start)
             for chunk in step.work:
                 end = chunk.start + chunk.count
                 if self.prefix is not None and self.prefix.wanted(chunk.request, end):

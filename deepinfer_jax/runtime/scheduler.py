@@ -178,11 +178,14 @@ class Scheduler:
 
     def _room(self, pages: int) -> int | None:
         """The slot that a request with so many pages may enter, None without room: its shard has
-        them and a page to grow for each request there; the emptiest such shard."""
-        inside = collections.Counter(map(self.pages.shard, self._slots))
-        load = {slot: inside[self.pages.shard(slot)] for slot in self._free}
-        fits = [slot for slot, others in load.items() if pages + others <= self.pages.room(slot)]
-        return min(fits, key=lambda slot: (load[slot], slot), default=None)
+        them and a page for each request there that may still grow; the emptiest such shard."""
+        shard, inside, grow = self.pages.shard, collections.Counter(), collections.Counter()
+        for slot, job in self._slots.items():
+            inside[shard(slot)] += 1
+            grow[shard(slot)] += self.pages.held(slot) < self.pages.needed(job.limit - 1)
+        room = {slot: self.pages.room(slot) - grow[shard(slot)] for slot in self._free}
+        fits = [slot for slot, free in room.items() if pages <= free]
+        return min(fits, key=lambda slot: (inside[shard(slot)], slot), default=None)
 
     def _enter(self, job: Job, act: Act, tokens: int, slot: int) -> None:
         self._unqueue(job)

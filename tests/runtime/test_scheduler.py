@@ -157,6 +157,16 @@ def test_any_traffic_with_shared_prefixes(
     assert len(prefix._states) <= policy.states
 
 
+def test_requests_that_fill_their_pages_use_every_slot():
+    """No page is held back for one that cannot grow."""
+    engine = Engine(_policy(4), Pages(8, 4, 2, PAGE))
+    for number in range(4):
+        engine.add(number, Request(9, 7, 7))
+    engine.run()
+    _check(engine)
+    assert max(len(step.work) for step in engine.steps if not step.prefill) == 4
+
+
 def test_preemption_to_the_host_and_back():
     """A pool for one and a half requests: the younger moves out and comes back; none recomputes."""
     engine = Engine(_policy(2, host=50), Pages(9, 2, 8, PAGE))
