@@ -54,6 +54,11 @@ Axis = str | None
 Rules = tuple[tuple[str, tuple[str, ...]], ...]
 
 
+def _spare(where: str, count: Any) -> None:
+    if type(count) is not int or count < 0:
+        raise ValueError(f"{where}, spare_experts: must be an integer >= 0, not {count!r}")
+
+
 def _choice(where: str, value: str, allowed: Sequence[str]) -> str:
     if value in allowed:
         return value
@@ -92,10 +97,7 @@ class Layout:
         _choice(f"{where}, prefill_order", self.prefill_order, ORDERS)
         if type(self.moe_capacity) not in (int, float) or self.moe_capacity <= 0:
             raise ValueError(f"{where}, moe_capacity: must be positive, not {self.moe_capacity!r}")
-        if type(self.spare_experts) is not int or self.spare_experts < 0:
-            raise ValueError(
-                f"{where}, spare_experts: must be an integer >= 0, not {self.spare_experts!r}"
-            )
+        _spare(where, self.spare_experts)
         for axis, size in self.axes:
             if type(size) is not int or size < 1:
                 raise ValueError(
@@ -142,6 +144,7 @@ class Layout:
         for axis, size in (axes or {}).items():
             _choice(f"{path}, axis override", axis, tuple(sizes))
             sizes[axis] = size
+        _spare(f"{path}", table.get("spare_experts", 0))
         return Layout(
             name=path.stem,
             axes=tuple(sizes.items()),

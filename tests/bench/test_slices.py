@@ -37,6 +37,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict]:
     return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
 
 
+@pytest.mark.slow
 def test_a_decode_sweep_profiled(config: str, tmp_path: Path, capsys) -> None:
     out = str(tmp_path / "decode.jsonl")
     words = ["bench", "slice", "decode", "--model", config, "--ranks", "2", "--requests", "3"]

@@ -113,6 +113,7 @@ def test_samples_of_one_prompt_share_it(llm, work):
     assert shared[0].metrics.cached_tokens == 2 * 256
 
 
+@pytest.mark.slow
 def test_what_needs_every_row_computes_every_row(llm, prompts):
     """Prompt log-probabilities, captures, forced routes."""
     engine, work = llm({"prefix_cache": True}, invariant=True), prompts(200)
