@@ -239,7 +239,7 @@ def drafted(model, batch, names, width):
     return {name: [part[i] for part in out] for i, name in enumerate(names)}
 
 
-@pytest.mark.parametrize("cache_qdq", [False, True])
+@pytest.mark.parametrize("cache_qdq", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_drafts(tiny, batch, golden, official, cache_qdq):
     """Ids, logits and confidences after each prompt.
 

@@ -13,6 +13,7 @@ from pallas_kernels import Kernels
 from tests.runtime import small_model
 
 
+@pytest.mark.slow
 def test_idle_time_between_decode_steps(llm, tmp_path: Path) -> None:
     engine = llm()
     found = engines.idle_between_steps(engine, 20, 3, tmp_path)

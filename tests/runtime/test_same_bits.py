@@ -70,7 +70,7 @@ def _forced(ids):
     )
 
 
-@pytest.mark.parametrize("speculate", [0, None])
+@pytest.mark.parametrize("speculate", [pytest.param(0, marks=pytest.mark.slow), None])
 def test_prefill_and_decode_agree_at_every_split(llm, prompts, speculate):
     """prefill(n) = prefill(k) + decode(n - k), forced, with other requests in the batch."""
     engine = llm({"speculate": speculate}, invariant=True)
