@@ -184,7 +184,7 @@ def ready(request: Request) -> Selected:
     load. Raises PlatformError if the device lacks what the programs need."""
     selected = select(request)
     if selected.name not in TESTED or request.plugin is not None:
-        require(selected, _probed(selected.devices))
+        require(selected, _probed(_own(selected.devices)))
     return selected
 
 
@@ -198,7 +198,7 @@ def prepared(layout: Layout | None) -> Layout | None:
     selected = ready(Request())
     if layout is None:
         return None
-    devices = selected.devices[: layout.size]
+    devices = _own(selected.devices[: layout.size])
     needs = {"collectives": layout.size > 1, "pinned_host": layout.engram == "host"}
     lacking = [one for name, asked in needs.items() if asked for one in _without(devices, name)]
     require(selected, [dataclasses.replace(one, needed=True) for one in lacking])
@@ -212,6 +212,11 @@ def prepared(layout: Layout | None) -> Layout | None:
         stacklevel=3,
     )
     return dataclasses.replace(layout, moe_dispatch="alltoall")
+
+
+def _own(devices: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Those of this process: a check reads its results back, which it cannot from another's."""
+    return tuple(one for one in devices if one.process_index == one.client.process_index())
 
 
 def _without(devices: tuple[Any, ...], name: str) -> list["Finding"]:
