@@ -196,6 +196,7 @@ class PrefixCache:
             self._arrivals[request] = Arrival(tokens, nodes[-1].state, loads)
             self.counts.hits += 1
             self.counts.found += tokens
+            self._trim_states()  # files may have brought some
         self._plan_stops(request, known, depth)
         return tokens
 
@@ -229,10 +230,7 @@ class PrefixCache:
             node.state = state
             self._states[node.key] = node
             self._coming.append(node)
-            while len(self._states) > self.policy.states:
-                oldest = next(iter(self._states.values()))
-                oldest.state = None
-                del self._states[oldest.key]
+            self._trim_states()
         self._version += 1
 
     def left(self, request: int) -> None:
@@ -316,6 +314,13 @@ class PrefixCache:
         known.stops = {n for n in wanted if n > depth}
         for n in known.stops:
             self._pending.setdefault(known.keys[n - 1], request)
+
+    def _trim_states(self) -> None:
+        while len(self._states) > self.policy.states:
+            oldest = next(iter(self._states.values()))
+            oldest.state = None
+            del self._states[oldest.key]
+            self._version += 1
 
     def _place(self, node: Node, page: int) -> None:
         node.page = page

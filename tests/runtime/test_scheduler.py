@@ -50,6 +50,22 @@ def _check_waiting(engine: Engine) -> None:
         assert prefills <= policy.prefill_burst and decodes <= policy.decode_burst
 
 
+def _drive(engine: Engine, requests, arrivals, aborts) -> None:
+    """Requests at their turns of arrival, aborts at theirs, until everything has ended."""
+    turn, order = 0, sorted(range(len(requests)), key=lambda i: arrivals[i])
+    while True:
+        while order and arrivals[order[0]] <= turn:
+            engine.add(order[0], requests[order[0]])
+            order.pop(0)
+        for number, when in aborts.items():
+            if when == turn:
+                engine.abort(number)
+        if not engine.step() and not order:
+            break
+        turn += 1
+        assert turn < 4000, "requests do not end"
+
+
 requests_strategy = st.lists(
     st.builds(
         lambda prompt, new, part, kind, alone: Request(
@@ -82,18 +98,7 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
     """Arrivals, aborts, preemption of every sort: outputs, pages and waits are as they must be."""
     policy = _policy(slots, block, host, prefill_burst=bursts[0], decode_burst=bursts[1])
     engine = Engine(policy, Pages(total, slots, 8, PAGE), late)
-    turn, order = 0, sorted(range(len(requests)), key=lambda i: arrivals[i])
-    while True:
-        while order and arrivals[order[0]] <= turn:
-            engine.add(order[0], requests[order[0]])
-            order.pop(0)
-        for number, when in aborts.items():
-            if when == turn:
-                engine.abort(number)
-        if not engine.step() and not order:
-            break
-        turn += 1
-        assert turn < 4000, "requests do not end"
+    _drive(engine, requests, arrivals, aborts)
     _check(engine, skip=aborts)
     _check_waiting(engine)
 
@@ -135,18 +140,7 @@ def test_any_traffic_with_shared_prefixes(
         if files:
             policy = dataclasses.replace(policy, folder=Path(folder), disk_bytes=2000)
         engine = Engine(_policy(slots, 1, host), Pages(total, slots, 9, PAGE), 1, policy)
-        turn, order = 0, sorted(range(len(shapes)), key=lambda i: arrivals[i])
-        while True:
-            while order and arrivals[order[0]] <= turn:
-                engine.add(order[0], shapes[order[0]])
-                order.pop(0)
-            for number, when in aborts.items():
-                if when == turn:
-                    engine.abort(number)
-            if not engine.step() and not order:
-                break
-            turn += 1
-            assert turn < 4000, "requests do not end"
+        _drive(engine, shapes, arrivals, aborts)
     _check(engine, skip=aborts)
     prefix = engine.device.prefix
     assert not prefix._known and not prefix._pending and not prefix._arrivals
