@@ -16,6 +16,7 @@ itself is tested on a CPU.
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -106,7 +107,9 @@ def multiply(
     return _kernel(product, plan)(*args)
 
 
+@functools.lru_cache(maxsize=64)
 def _kernel(product: Product, plan: Plan):
+    # One callable a shape, so that layers of one shape are traced and lowered once.
     kind, scaled, limit = product.kind, product.e4m3, product.limit
     paired = limit is not None
     c, members = plan.channels, 2 if paired else 1

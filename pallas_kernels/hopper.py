@@ -13,6 +13,7 @@ The order of K is the same for every tile shape, so a row has the same bits howe
 are.
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -77,7 +78,9 @@ def multiply(
     return kernel(blocks, weights, scales, route, row_scale, tiles, count)
 
 
+@functools.lru_cache(maxsize=64)
 def _kernel(product: Product, plan: Plan):
+    # One callable a shape, so that layers of one shape are traced and lowered once.
     n, height, kind = plan.rows, plan.height, product.kind
     paired = product.limit is not None
     owned = registers.Rows(paired, height)

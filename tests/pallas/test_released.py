@@ -1,0 +1,162 @@
+"""Kernels at the released widths, on the GPU: sampled rows against the reference in float32, and
+the same bits when run twice and for every number of rows.
+
+    python -m pytest -q -m gpu tests/pallas -n 8
+
+(with XLA_PYTHON_CLIENT_PREALLOCATE=false, so that the processes share the device's memory).
+"""
+
+import functools
+import importlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import row_matmul, target
+from pallas_kernels.cases import tagged
+from pallas_kernels.row_matmul import hopper
+from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
+from pallas_kernels.row_matmul.shapes import RELEASED
+from tests.pallas.test_index_topk import check_selection, scored
+
+pytestmark = pytest.mark.gpu
+
+SAMPLED = 24
+RELATIVE = 4e-3
+"""Of bfloat16 results, Frobenius norm: the rounding of the result and of its factors."""
+POISON = 8
+
+
+def released(op):
+    found = importlib.import_module(f"pallas_kernels.{op}.shapes").CASES
+    return [pytest.param(op, case, id=f"{op}-{case.name}") for case in tagged(found, "bench")]
+
+
+def fresh(case):
+    """Arguments nobody has seen before, drawn on the device."""
+    return case.on_device(int.from_bytes(np.random.default_rng().bytes(3), "little"))
+
+
+def compiled(op, case, name="auto"):
+    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), case.function)
+    return jax.jit(functools.partial(function, implementation=name, **case.keywords()))
+
+
+def twice(run, args):
+    """The result, after a second run into memory full of poison gave the same bits."""
+    first = jax.tree.map(np.asarray, run(*args))
+    held = [
+        [jnp.full(x.shape, -77 if x.dtype == np.int32 else jnp.nan, x.dtype) for _ in range(POISON)]
+        for x in jax.tree.leaves(first)
+        if x.dtype != np.bool_
+    ]
+    jax.block_until_ready(held)
+    del held
+    again = jax.tree.map(np.asarray, run(*args))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_array_equal(a.view("u1"), b.view("u1")), first, again
+    )
+    return first
+
+
+def chosen_rows(count):
+    middle = np.random.default_rng().integers(0, count, SAMPLED)
+    return np.unique(np.concatenate([middle, [0, count - 1]]))
+
+
+def relative(got, want):
+    want = np.asarray(want, np.float64)
+    return np.linalg.norm(np.asarray(got, np.float64) - want) / np.linalg.norm(want)
+
+
+def reference(op, case, *args, **changed):
+    """The operation's reference in float32, its products exact."""
+    function = getattr(importlib.import_module(f"pallas_kernels.{op}"), case.function)
+    with jax.default_matmul_precision("highest"):
+        call = functools.partial(
+            function, implementation="reference", **{**case.keywords(), **changed}
+        )
+        return jax.jit(call)(*args)
+
+
+@pytest.mark.parametrize(("op", "case"), released("row_matmul"))
+def test_row_matmul(op, case):
+    x, w, scales = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    rows = chosen_rows(len(got))
+    want = reference(op, case, x[rows].astype(jnp.float32), w, scales, out_dtype=np.dtype("f4"))
+    error = relative(got[rows], want)
+    assert error <= min(RELATIVE, case.tolerance), error
+
+
+@pytest.mark.parametrize(("op", "case"), released("grouped_gemm"))
+def test_grouped_gemm(op, case):
+    x, values, scales, sizes, *route = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    rows = chosen_rows(int(sizes.sum()))
+    expert = np.searchsorted(np.cumsum(sizes), rows, side="right")
+    one_each = jnp.ones(len(rows), jnp.int32)
+    part = (values[expert], scales[expert], one_each, *(weight[rows] for weight in route))
+    error = relative(got[rows], reference(op, case, x[rows].astype(jnp.float32), *part))
+    assert error <= RELATIVE, error
+
+
+@pytest.mark.parametrize(("op", "case"), released("mla_attention"))
+def test_mla_attention(op, case):
+    q, window, near, selected, far, sink = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    rows = chosen_rows(len(got))
+    part = (q[rows].astype(jnp.float32), window, near[rows], selected, far[rows], sink)
+    error = relative(got[rows], reference(op, case, *part, rows_per_slot=1))
+    assert error <= RELATIVE, error
+
+
+@pytest.mark.parametrize(("op", "case"), released("index_topk"))
+def test_index_topk(op, case):
+    q, weights, (values, scales, entries), visible = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    got = got[0] if "pool" in case.keywords() else got
+    groups = np.unique([0, len(got) // 2, len(got) - 1])
+    rows = np.unique([0, got.shape[1] // 2, got.shape[1] - 1])
+    some = np.ix_(groups, rows)
+    keys = (values, scales, entries[groups])
+    score = scored((q[some], weights[some], keys, visible[some]))
+    check_selection(got[some], score, case.keywords()["k"], case.tolerance)
+
+
+@functools.cache
+def most_rows():
+    return max(case.abstract()[0].shape[0] for case in PRODUCTS) // 2
+
+
+def counts_of(n, k, kind):
+    """Row counts on both sides of every change of the tile, whole and short last tiles, and some
+    drawn ones: between them every tile that a count from 1 to 2,048 takes."""
+    width = 3 * -(-n // 8) * 8 if kind == "f32" else n
+    splits, most = hopper.parts_of_k(width, k), most_rows()
+    plans = [hopper.plan(rows, width, splits) for rows in range(1, most + 1)]
+    found = {1, 2, 3, 6, most}
+    for rows in range(1, most):
+        if plans[rows - 1] != plans[rows]:
+            found |= {rows, rows + 1}
+    return sorted(found | set(np.random.default_rng().integers(1, most, 24).tolist()))
+
+
+@pytest.mark.parametrize("half", [0, 1])
+@pytest.mark.parametrize("name", RELEASED)
+def test_row_bits_at_released_widths(name, half):
+    n, k, kind = RELEASED[name]
+    (case,) = (case for case in PRODUCTS if case.name == f"{name}_4096")
+    if target().capability is None:
+        pytest.skip("needs an NVIDIA GPU")
+    most = most_rows()
+    x, w, scales = fresh(case)
+    run = jax.jit(functools.partial(row_matmul.matmul, **case.keywords()))
+    whole = np.asarray(run(x[:most], w, scales))
+    for count in counts_of(n, k, kind)[half::2]:
+        for first in {0, most - count}:
+            got = np.asarray(run(x[first : first + count], w, scales))
+            same = got.view("u1") == whole[first : first + count].view("u1")
+            assert same.all(), f"{count} rows from {first}: rows {np.flatnonzero(~same.all(1))}"
