@@ -66,7 +66,7 @@ MAY_IMPORT = {
     "deepinfer_jax.runtime.step": MODEL | {"deepinfer_jax.runtime", "deepinfer_jax.structured"},
     "deepinfer_jax.runtime.checkpoint": RUNTIME | READERS,
     "deepinfer_jax.demo": MODEL | CONVERTERS,
-    "deepinfer_jax.demo.report": RUNTIME | DEMO | {"deepinfer_jax"},
+    "deepinfer_jax.demo.report": RUNTIME | CHECKPOINT | DEMO | MODEL | {"deepinfer_jax"},
     "deepinfer_jax.bench": RUNTIME | DEMO | {"deepinfer_jax.bench.counts", "deepinfer_jax.lab"},
     "deepinfer_jax.bench.counts": BASE,
     "deepinfer_jax.chat": RUNTIME,

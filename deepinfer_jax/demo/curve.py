@@ -29,9 +29,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     checks = [line for line in backbone if "check" in line]
     for kind, name in (("bible", "held out: Bible"), ("made", "held out: generated")):
         axes[0].plot([x["step"] for x in checks], [x[kind] for x in checks], "o-", label=name)
-    first = next((x["step"] for x in steps if x["stored"]), None)
-    if first is not None:
-        axes[0].axvline(first, color="grey", linestyle=":", label="stored weights from here")
     axes[0].set(xlabel="step", ylabel="nats a token", ylim=(0, 6.5), title="backbone")
     axes[0].legend(loc="center right", fontsize="small")
     draft = [line for line in lines if line["stage"] == "drafter" and "greedy" in line]

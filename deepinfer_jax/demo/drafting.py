@@ -10,6 +10,7 @@ The confidence head learns sum_v min(p_i, q_i), the chance that rejection sampli
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,7 +20,18 @@ from jaxtyping import Array, Float, Int32
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.demo import network, optimiser
-from deepinfer_jax.demo.run import SETUP, Flat, Run, hashed, initial, prepared, stage
+from deepinfer_jax.demo.run import (
+    SETUP,
+    Flat,
+    Found,
+    Run,
+    compiled,
+    hashed,
+    initial,
+    prepared,
+    several,
+    stage,
+)
 from deepinfer_jax.model import attention, hyper
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.head import head_logits
@@ -31,7 +43,7 @@ from deepinfer_jax.model.setup import Setup
 STRIDE = 8  # tokens between anchors
 FADE = 0.85
 MATRIX_RATE, RATE = 0.02, 3e-3
-MIX = {"bible": 5, "made": 3}
+BIBLE = 0.625
 
 
 def block_logits(
@@ -63,15 +75,13 @@ def block_logits(
     seen = (behind < 0) & (behind >= -cfg.sliding_window)
     streams = hyper.expand(weights.embed[rows.token], cfg)
     pre = hyper.first_pre(rows.size, cfg)
-    for stage_weights in draft.stages:
-        mix = hyper.mixes(setup, stage_weights.hc_attn, streams)
-        x = rms_norm(hyper.collapse(streams, pre), stage_weights.attn_norm, cfg.rms_norm_eps)
-        out = _attend(setup, stage_weights.attn, rows, context, x, main, seen, stored)
-        streams = network.write_back(out, streams, mix)
-        after = hyper.mixes(setup, stage_weights.hc_ffn, streams)
-        x = rms_norm(hyper.collapse(streams, mix.pre), stage_weights.ffn_norm, cfg.rms_norm_eps)
-        out, _ = network.experts(setup, stage_weights.ffn, x, cfg.dspark_num_experts_per_tok)
-        streams, pre = network.write_back(out, streams, after), after.pre
+    for layer in draft.stages:
+        attend = functools.partial(
+            _attend, setup, layer.attn, rows, context, main=main, seen=seen, stored=stored
+        )
+        streams, pre, _, _ = network.block(
+            setup, layer, streams, pre, attend, cfg.dspark_num_experts_per_tok
+        )
     x = hyper.collapse(streams, pre)
     base = head_logits(setup, x, draft.norm, weights.head)
     before = draft.markov_embed[block.reshape(-1)]
@@ -89,9 +99,8 @@ def _attend(
     main: Float[Array, "context d"],
     seen: Any,
     stored: bool,
-) -> Float[Array, "rows d"]:
+) -> tuple[Float[Array, "rows d"], None]:
     """Attention of block rows over the context before them and over each other."""
-
     k, (anchors, length) = rows.width, seen.shape
     _, query = attention.queries(setup, weights, rows, x, compressed=False)
     own = network.window_kv(setup, weights, rows, x, compressed=False, stored=stored)
@@ -110,7 +119,7 @@ def _attend(
     taken = p[..., :length].reshape(context.groups, -1, length)
     out = out + jnp.einsum("bqt,btc->bqc", taken, past).reshape(out.shape)
     out = out.reshape(rows.size, heads, c)
-    return attention.output(setup, weights, rows, out, compressed=False)
+    return attention.output(setup, weights, rows, out, compressed=False), None
 
 
 def losses(
@@ -125,7 +134,7 @@ def losses(
     setup, k = SETUP(cfg), cfg.dspark_block_size
     tokens = batch[:, :-1]
     table_rows = hashed(cfg, classes, tokens)
-    weights = prepared(cfg, {**backbone, **draft}, table_rows, True)
+    weights = prepared(cfg, {**backbone, **draft}, table_rows)
     out = network.forward(setup, weights, tokens, stored=True)
     logits, taps = jax.lax.stop_gradient((out.logits, out.taps))
     context, _ = network.rows_of(setup, tokens)
@@ -153,18 +162,34 @@ def losses(
     return total, found
 
 
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=(1, 2))
-def draft_step(
+@functools.partial(compiled, static_argnums=0, donate_argnums=(1, 2))
+def draft_steps(
     cfg: ModelConfig,
     draft: Flat,
     state: optimiser.State,
     backbone: Flat,
     classes: Array,
-    batch: Int32[Array, "b s1"],
-    first: Array,
+    batches: Int32[Array, "steps b s1"],
+    key: Array,
     share: Array,
-) -> tuple[Flat, optimiser.State, dict[str, Array]]:
-    """One step of the drafter; the backbone stays."""
+) -> tuple[Flat, optimiser.State, Found]:
+    """Several steps of the drafter; the backbone stays."""
+    one = functools.partial(draft_step, cfg, backbone, classes, share)
+    return several(one, draft, state, batches, key)
+
+
+def draft_step(
+    cfg: ModelConfig,
+    backbone: Flat,
+    classes: Array,
+    share: Array,
+    draft: Flat,
+    state: optimiser.State,
+    batch: Int32[Array, "b s1"],
+    key: Array,
+) -> tuple[Flat, optimiser.State, Found]:
+    """One step, anchors from a random place on."""
+    first = jax.random.randint(key, (), 0, STRIDE, jnp.int32)
 
     def loss(draft: Flat) -> tuple[Array, dict[str, Array]]:
         return losses(cfg, draft, backbone, classes, batch, first)
@@ -172,22 +197,19 @@ def draft_step(
     grads, found = jax.grad(loss, has_aux=True)(draft)
     grads, _ = optimiser.clip(grads, 1.0)
     new, state = optimiser.update(
-        draft, grads, state, matrix_rate=MATRIX_RATE * share, rate=RATE * share, table_factor=1.0
+        draft, grads, state, matrix_rate=MATRIX_RATE * share, rate=RATE * share
     )
     return new, state, found
 
 
-def train(run: Run, backbone: Flat, seconds: float) -> Flat:
-    """The drafter's weights."""
-    rng = np.random.default_rng(run.seed)
+def train(run: Run, backbone: Flat, seconds: float, keep: Callable[[Flat], None]) -> Flat:
+    """The drafter's weights; keep: called with those so far at every save."""
 
     def fresh() -> Flat:
         everything = initial(run.cfg, run.seed + 1)
         return {name: value for name, value in everything.items() if name.startswith("draft/")}
 
-    def step(use_stored: bool, draft: Flat, state: Any, batch: np.ndarray, share: Array) -> Any:
-        del use_stored  # always
-        first = jnp.int32(rng.integers(STRIDE))
-        return draft_step(run.cfg, draft, state, backbone, run.classes, batch, first, share)
+    def steps(draft: Flat, state: Any, batches: np.ndarray, key: Array, share: Array) -> Any:
+        return draft_steps(run.cfg, draft, state, backbone, run.classes, batches, key, share)
 
-    return stage(run, "drafter", fresh, MIX, step, seconds, 0.0, lambda params, use_stored: {})
+    return stage(run, "drafter", fresh, BIBLE, steps, seconds, lambda draft: {}, keep)

@@ -26,8 +26,12 @@ BESIDE = ("config.json", "tokenizer.json", "tokenizer_config.json")
 
 
 def write(folder: Path, beside: Path, cfg: ModelConfig, params: Flat) -> int:
-    """Writes the checkpoint folder; its bytes. beside: where config and tokenizer lie."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Writes the checkpoint folder, replacing one that is there only when the new one is whole; its
+    bytes. beside: where config and tokenizer lie."""
+    made, before = folder.with_name(folder.name + ".part"), folder.with_name(folder.name + ".old")
+    for left in (made, before):
+        shutil.rmtree(left, ignore_errors=True)
+    made.mkdir(parents=True)
     leaves: dict[str, np.ndarray] = {}
     for name, leaf in declared(cfg).items():
         value = jax.device_get(stored.packed(params[name], leaf))
@@ -43,12 +47,16 @@ def write(folder: Path, beside: Path, cfg: ModelConfig, params: Flat) -> int:
             yield raw(np.ascontiguousarray(leaves[entry.leaf][entry.index]))
 
     header = st.header_bytes([(e.name, e.dtype, e.shape) for e in entries], {"format": "pt"})
-    st.write(folder / FILE, header, chunks())
+    st.write(made / FILE, header, chunks())
     index = {
         "metadata": {"total_size": table.nbytes},
         "weight_map": {entry.name: FILE for entry in entries},
     }
-    (folder / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+    (made / INDEX).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
     for name in BESIDE:
-        shutil.copyfile(beside / name, folder / name)
+        shutil.copyfile(beside / name, made / name)
+    if folder.exists():
+        folder.rename(before)
+    made.rename(folder)
+    shutil.rmtree(before, ignore_errors=True)
     return sum(file.stat().st_size for file in folder.iterdir())

@@ -12,6 +12,8 @@ cross-entropy between attention's own distribution over all visible entries and 
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import flax.struct
@@ -59,6 +61,11 @@ def through(x: Array, stored: Array) -> Array:
     return x + jax.lax.stop_gradient(stored - x)
 
 
+def whole(x: Array) -> Array:
+    """No dropout."""
+    return x
+
+
 def rows_of(setup: Setup, tokens: Int32[Array, "batch seq"]) -> tuple[Rows, caches.Cache]:
     """Rows of whole sequences and the empty rings that the model's functions expect."""
     batch, length = tokens.shape
@@ -79,12 +86,14 @@ def forward(
     tokens: Int32[Array, "batch seq"],
     *,
     stored: bool,
+    drop: Callable[[Array], Array] = whole,
 ) -> Outcome:
     """All layers. weights: the weights tree with float32 leaves; Engram tables as the rows already
-    read, [rows, columns, dim]. stored: caches go through their stored formats."""
+    read, [rows, columns, dim]. stored: caches go through their stored formats. drop: dropout, on
+    embeddings, on what the sublayers write and on the head's input."""
     cfg = setup.cfg
     rows, empty = rows_of(setup, tokens)
-    streams = hyper.expand(weights.embed[rows.token], cfg)
+    streams = hyper.expand(drop(weights.embed[rows.token]), cfg)
     pre = hyper.first_pre(rows.size, cfg)
     shared, taps, loads = Shared(), [], []
     index_loss = jnp.float32(0)
@@ -94,21 +103,43 @@ def forward(
             streams = engram.add_memory(setup, layer.engram, memory, streams)
         if plan.tap:
             taps.append(jnp.mean(streams, axis=1))
-        mix = hyper.mixes(setup, layer.hc_attn, streams)
-        x = rms_norm(hyper.collapse(streams, pre), layer.attn_norm, cfg.rms_norm_eps)
-        out, shared, loss = _attention(setup, plan, layer.attn, rows, empty, x, shared, stored)
+        attend = functools.partial(
+            _attention, setup, plan, layer.attn, rows, empty, shared=shared, stored=stored
+        )
+        streams, pre, (shared, loss), load = block(
+            setup, layer, streams, pre, attend, cfg.num_experts_per_tok, drop
+        )
         index_loss += loss
-        streams = write_back(out, streams, mix)
-        after = hyper.mixes(setup, layer.hc_ffn, streams)
-        x = rms_norm(hyper.collapse(streams, mix.pre), layer.ffn_norm, cfg.rms_norm_eps)
-        out, load = experts(setup, layer.ffn, x, cfg.num_experts_per_tok)
         loads.append(load)
-        streams, pre = write_back(out, streams, after), after.pre
-    x = hyper.collapse(streams, pre)
+    x = drop(hyper.collapse(streams, pre))
     logits = head_logits(setup, x, weights.norm, weights.head)
     return Outcome(
         logits.reshape(*tokens.shape, -1), jnp.concatenate(taps, axis=-1), loads, index_loss
     )
+
+
+def block(
+    setup: Setup,
+    weights: Any,
+    streams: Float[Array, "rows n d"],
+    pre: Float[Array, "rows n"],
+    attend: Callable[[Array], tuple[Array, Any]],
+    taken: int,
+    drop: Callable[[Array], Array] = whole,
+) -> tuple[Array, Array, Any, Array]:
+    """Attention and experts of a layer or a draft stage, each between its mHC mixes.
+
+    pre: the mix that the sublayer before predicted; attend: of the normalised rows, its output and
+    anything else; taken: experts a row. Streams and pre after it, what else `attend` gave, and rows
+    an expert took."""
+    eps = setup.cfg.rms_norm_eps
+    mix = hyper.mixes(setup, weights.hc_attn, streams)
+    out, more = attend(rms_norm(hyper.collapse(streams, pre), weights.attn_norm, eps))
+    streams = write_back(drop(out), streams, mix)
+    after = hyper.mixes(setup, weights.hc_ffn, streams)
+    x = rms_norm(hyper.collapse(streams, mix.pre), weights.ffn_norm, eps)
+    out, load = experts(setup, weights.ffn, x, taken)
+    return write_back(drop(out), streams, after), after.pre, more, load
 
 
 def write_back(
@@ -157,7 +188,7 @@ def _attention(
     x: Float[Array, "rows d"],
     shared: Shared,
     stored: bool,
-) -> tuple[Float[Array, "rows d"], Shared, Float[Array, ""]]:
+) -> tuple[Float[Array, "rows d"], tuple[Shared, Float[Array, ""]]]:
     cfg = setup.cfg
     compressed = plan.ratio > 0
     batch, seq = rows.groups, rows.width
@@ -190,7 +221,7 @@ def _attention(
             batch * jnp.sum(some, dtype=jnp.float32)
         )
     out = out.reshape(rows.size, *out.shape[2:])
-    return attention.output(setup, weights, rows, out, compressed=compressed), shared, loss
+    return attention.output(setup, weights, rows, out, compressed=compressed), (shared, loss)
 
 
 def window_kv(

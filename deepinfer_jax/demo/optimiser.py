@@ -3,7 +3,8 @@
 Muon: momentum m <- 0.95 m + g; the update is the nearest (semi-)orthogonal matrix to g + 0.95 m, by
 five Newton-Schulz steps X <- a X + (b A + c A^2) X with A = X X^T, times sqrt(max(1, rows/cols)).
 Matrices of one shape go through it in one batched product. Adam: betas 0.9 and 0.95. Decay is
-decoupled and only on Muon's matrices.
+decoupled, on Muon's matrices, the embedding and the head, and strongest on Engram rows: Adam moves
+a row by about the same however rarely it is read, so only decay makes rare n-grams say little.
 """
 
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ MOMENTUM = 0.95
 BETAS = 0.9, 0.95
 EPS = 1e-10
 DECAY = 0.05
+ADAM_DECAY = {"table": 0.5, "embed": 0.1, "head": 0.1}  # by the last part of the name
 NEWTON = (3.4445, -4.7750, 2.0315)
 
 Flat = Mapping[str, Array]
@@ -50,9 +52,9 @@ def start(params: Flat) -> State:
 
 
 def update(
-    params: Flat, grads: Flat, state: State, *, matrix_rate: Any, rate: Any, table_factor: float
+    params: Flat, grads: Flat, state: State, *, matrix_rate: Any, rate: Any
 ) -> tuple[dict[str, Array], State]:
-    """One step. matrix_rate: Muon's; rate: Adam's, times `table_factor` for Engram tables."""
+    """One step. matrix_rate: Muon's; rate: Adam's."""
     step = state.step + 1
     count = step.astype(jnp.float32)
     first, second, new = {}, {}, {}
@@ -69,8 +71,8 @@ def update(
         second[name] = BETAS[1] * state.second[name] + (1 - BETAS[1]) * jnp.square(g)
         mean = first[name] / (1 - BETAS[0] ** count)
         scale = jnp.sqrt(second[name] / (1 - BETAS[1] ** count)) + EPS
-        factor = table_factor if name.endswith("table") else 1.0
-        new[name] = p - rate * factor * mean / scale
+        decay = ADAM_DECAY.get(name.split("/")[-1], 0.0)
+        new[name] = p * (1 - rate * decay) - rate * mean / scale
     for shape, items in directions.items():
         stacked = orthogonal(jnp.concatenate([direction for _, direction in items]))
         stacked = stacked * jnp.float32(max(1.0, shape[0] / shape[1]) ** 0.5)

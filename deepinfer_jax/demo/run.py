@@ -1,15 +1,17 @@
 """What both trainings share: weights by path, the run's folder, and a timed stage.
 
 Weights are a flat dictionary, path -> float32 array of the logical shape; `prepared` makes of it
-the tree that the model's functions take. A stage runs for a time, saves itself, and goes on where
-it was when it is called again.
+the tree that the model's functions take, rounded as the file stores them. A stage runs for a time,
+several steps a call of the device (`several`), saves itself, and goes on where it was when it is
+called again.
 """
 
 import functools
 import json
 import pickle
+import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,16 +25,23 @@ from converters.token_map import token_map
 from deepinfer_jax import spec
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.demo import corpus, network, optimiser, shape, stored
+from deepinfer_jax.demo.dropout import Dropout
 from deepinfer_jax.model import engram_hash, transformer
+from deepinfer_jax.model.compile import COMPILER_OPTIONS
 from deepinfer_jax.model.setup import Setup
+from pallas_kernels import Kernels
 
-LENGTH = 256  # tokens of a sequence
-BATCH = 8  # sequences of a step
+LENGTH = 1024  # tokens of a sequence
+CHECKED = 8  # windows of a validation call
 KINDS = "bible", "made"
 SETUP = functools.partial(
-    Setup, numerics=Numerics(compute="float32", act_quant=False, cache_qdq=False)
+    Setup,
+    numerics=Numerics(compute="float32", act_quant=False, cache_qdq=False),
+    kernels=Kernels.parse("reference"),  # the others have no gradient
 )
 Flat = dict[str, Array]
+Found = dict[str, Array]
+compiled = functools.partial(jax.jit, compiler_options=COMPILER_OPTIONS)
 
 
 def declared(cfg: ModelConfig) -> dict[str, Any]:
@@ -88,16 +97,17 @@ def _mixes(cfg: ModelConfig, last: str, drawn: np.ndarray) -> np.ndarray:
 
 
 def prepared(
-    cfg: ModelConfig, params: Flat, rows: dict[int, Array], use_stored: bool
+    cfg: ModelConfig, params: Flat, rows: dict[int, Array], drop: Dropout | None = None
 ) -> transformer.Weights:
-    """The tree for `network.forward`: tables as read rows, weights as stored if asked."""
+    """The tree for `network.forward`: weights as stored, tables as read rows, some of them dropped
+    if asked."""
     leaves = declared(cfg)
     used: dict[str, Any] = {}
     for name, value in params.items():
-        how = stored.kind(leaves[name])
         if name.endswith("table"):
             value = value[rows[int(name.split("/")[1])]]
-        used[name] = stored.rounded(value, how) if use_stored else value
+        value = stored.rounded(value, stored.kind(leaves[name]))
+        used[name] = drop.rows(value) if drop is not None and name.endswith("table") else value
     return tree_of(cfg, {name: used.get(name) for name in leaves})
 
 
@@ -115,23 +125,60 @@ def cross_entropy(
     return jax.nn.logsumexp(logits, axis=-1) - chosen
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+def several(
+    one: Callable[[Flat, optimiser.State, Array, Array], tuple[Flat, optimiser.State, Found]],
+    params: Flat,
+    state: optimiser.State,
+    batches: Int32[Array, "steps b s1"],
+    key: Array,
+) -> tuple[Flat, optimiser.State, Found]:
+    """`one` step after another on the device, each with its batch and its key; means of what it
+    found. At this size a step is short, and a host that waits for each would be most of the time.
+    """
+
+    def body(carry: Any, given: Any) -> Any:
+        params, state, found = one(*carry, *given)
+        return (params, state), found
+
+    keys = jax.random.split(key, batches.shape[0])
+    (params, state), found = jax.lax.scan(body, (params, state), (batches, keys))
+    return params, state, jax.tree.map(lambda x: jnp.mean(x, axis=0), found)
+
+
+@functools.partial(compiled, static_argnums=0)
 def validation(
-    cfg: ModelConfig, use_stored: bool, params: Flat, classes: Array, batch: Int32[Array, "b s"]
+    cfg: ModelConfig, params: Flat, classes: Array, batch: Int32[Array, "b s"]
 ) -> Float[Array, ""]:
-    """Mean nats of all tokens but the first."""
+    """Mean nats of all tokens but the first, weights and caches as stored."""
     tokens = batch[:, :-1]
-    weights = prepared(cfg, params, hashed(cfg, classes, tokens), use_stored)
-    out = network.forward(SETUP(cfg), weights, tokens, stored=use_stored)
+    weights = prepared(cfg, params, hashed(cfg, classes, tokens))
+    out = network.forward(SETUP(cfg), weights, tokens, stored=True)
     return jnp.mean(cross_entropy(out.logits, batch[:, 1:]))
 
 
 class Run:
-    """A training folder: tokenizer, streams, newest state, log."""
+    """A training folder: tokenizer, streams, newest state, log.
 
-    def __init__(self, folder: Path, kjv: Path | None, seed: int):
+    kjv: the printed Bible, None to fetch it; ready: a folder with the DATA of another run, taken
+    instead; batch: sequences a step; steps: of a device call."""
+
+    DATA = "streams.npz", "config.json", "tokenizer.json", "tokenizer_config.json"
+
+    def __init__(
+        self,
+        folder: Path,
+        kjv: Path | None = None,
+        seed: int = 0,
+        *,
+        ready: Path | None = None,
+        batch: int = 16,
+        steps: int = 16,
+    ):
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.seed = folder, seed
+        self.folder, self.seed, self.batch, self.steps = folder, seed, batch, steps
+        if ready is not None:
+            for name in self.DATA:
+                shutil.copyfile(ready / name, folder / name)
         if not (folder / "streams.npz").exists():
             self._prepare(kjv)
         tokens = np.load(folder / "streams.npz")
@@ -172,71 +219,83 @@ class Run:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def validate(self, params: Flat, use_stored: bool, most: int = 16) -> dict[str, float]:
+    def batches(self, share: float, seed: int) -> Iterator[np.ndarray]:
+        """int32 [steps, batch, LENGTH + 1] without end; share: of sequences from the Bible."""
+        bible = round(share * self.batch)
+        mix = {"bible": bible, "made": self.batch - bible}
+        source = corpus.batches(self.train, seed, mix, LENGTH)
+        while True:
+            yield np.stack([next(source) for _ in range(self.steps)])
+
+    def validate(self, params: Flat, most: int = 16) -> dict[str, float]:
         """Held-out nats by kind, over at most `most` windows of each."""
         found = {}
         for kind, ids in self.held_out.items():
             cut = corpus.windows(ids, LENGTH + 1)[:most]
-            parts = [cut[i : i + BATCH] for i in range(0, len(cut) - BATCH + 1, BATCH)]
-            nats = [validation(self.cfg, use_stored, params, self.classes, p) for p in parts]
+            parts = [cut[i : i + CHECKED] for i in range(0, len(cut) - CHECKED + 1, CHECKED)]
+            nats = [validation(self.cfg, params, self.classes, part) for part in parts]
             found[kind] = float(np.mean([float(n) for n in nats]))
         return found
 
 
-def rate_share(done: float) -> float:
-    """Of the full learning rate, by the share of the stage that is done: up, flat, down to 0."""
-    return min(1.0, done / 0.02 + 0.02) * min(1.0, max(0.0, (1.0 - done) / 0.6))
+def rate_share(done: float, number: int) -> float:
+    """Of the full learning rate: up over the first 100 steps, flat, from 40% of the stage's time on
+    down to 0."""
+    return min(1.0, (number + 1) / 100) * min(1.0, max(0.0, (1.0 - done) / 0.6))
 
 
 def stage(
     run: Run,
     name: str,
     fresh: Callable[[], Flat],
-    mix: Mapping[str, int],
-    step: Callable[[bool, Flat, Any, np.ndarray, Array], tuple[Flat, Any, dict[str, Array]]],
+    share: float,
+    steps: Callable[[Flat, Any, np.ndarray, Array, Array], tuple[Flat, Any, Found]],
     seconds: float,
-    stored_from: float,
-    check: Callable[[Flat, bool], dict[str, float]],
+    check: Callable[[Flat], dict[str, float]],
+    keep: Callable[[Flat], None],
 ) -> Flat:
-    """Runs a stage for `seconds` of wall clock in all, over however many calls; the last part, from
-    the share `stored_from` on, with stored weights. mix: sequences of each kind, BATCH in all."""
+    """Runs a stage for `seconds` of wall clock in all, compiling and checks included, over however
+    many calls; the weights of the check that lost least.
+
+    share: of the Bible in a batch; steps: of weights, optimiser, batches, a key and the share of
+    the learning rates; check: the nats that count; keep: called with the best weights so far at
+    every check.
+    """
     saved = run.load(name)
     if saved is None:
         params = fresh()
         state, used, number = optimiser.start(params), 0.0, 0
+        best, least = jax.tree.map(jnp.copy, params), np.inf  # a step takes its weights' buffers
     else:
-        params, state, used, number = saved
-        params = jax.tree.map(jnp.asarray, params)
-        state = jax.tree.map(jnp.asarray, state)
+        params, state, used, number, best, least = jax.tree.map(jnp.asarray, saved)
+        used, number, least = float(used), int(number), float(least)
     if used >= seconds:
-        return params
-    source: Iterator[np.ndarray] = corpus.batches(run.train, run.seed + number, mix, LENGTH)
-    begin, shown, kept = time.monotonic() - used, time.monotonic(), time.monotonic()
+        return best
+    source = run.batches(share, run.seed + number)
+    batches, between = next(source), min(180.0, max(30.0, seconds / 16))
+    begin = time.monotonic() - used
+    shown = kept = time.monotonic()
     losses: list[float] = []
     while used < seconds:
-        now_stored = used / seconds >= stored_from
-        share = jnp.float32(rate_share(used / seconds))
-        params, state, found = step(now_stored, params, state, next(source), share)
-        losses.append(float(found["loss"]))
-        number, now = number + 1, time.monotonic()
-        used = now - begin
-        if now - shown > 20 or number in (1, 2, 5, 20):
-            shown = now
-            values = {k: v for k, v in found.items() if k != "loss"}
-            run.log(
-                stage=name,
-                step=number,
-                tokens=number * BATCH * LENGTH,
-                seconds=used,
-                stored=now_stored,
-                loss=float(np.mean(losses)),
-                **values,
-            )
+        key = jax.random.fold_in(jax.random.key(run.seed), number)
+        now = jnp.float32(rate_share(used / seconds, number))
+        params, state, found = steps(params, state, batches, key, now)
+        batches = next(source)  # while the device computes
+        losses.append(float(found.pop("loss")))
+        number += run.steps
+        used = time.monotonic() - begin
+        done = {"stage": name, "step": number, "seconds": used}
+        if time.monotonic() - shown > 5 or number == run.steps or used >= seconds:
+            shown = time.monotonic()
+            tokens = number * run.batch * LENGTH
+            run.log(**done, tokens=tokens, loss=float(np.mean(losses)), **found)
             losses = []
-        if now - kept > 180 or used >= seconds:
-            kept = now
-            run.save(name, (params, state, used, number))
-            marks = check(params, now_stored)
-            run.log(stage=name, step=number, seconds=used, check=1, **marks)
-            begin += time.monotonic() - now  # checks do not count
-    return params
+        if time.monotonic() - kept > between or used >= seconds:
+            marks = check(params)
+            if sum(marks.values()) <= least:
+                best, least = jax.tree.map(jnp.copy, params), sum(marks.values())
+            run.save(name, (params, state, used, number, best, least))
+            keep(best)
+            run.log(**done, check=1, **marks)
+            kept = time.monotonic()
+    return best

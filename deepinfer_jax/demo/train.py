@@ -1,11 +1,15 @@
 """Trains the demo: `python -m deepinfer_jax.demo.train --work DIR`; resumes what it finds there.
 
 Stages, each with its own learning-rate schedule, saved every few minutes (run.py):
-  backbone   next-token cross-entropy; the last part of the time with the weights and caches as they
-             will be stored (`stored.rounded`), so that the file is what was trained
+  backbone   next-token cross-entropy, weights and caches as they will be stored (`stored.rounded`),
+             so that the file is what was trained; dropout, most of all on Engram rows
   drafter    DSpark on the finished backbone: cross-entropy with the backbone's own distribution
              (drafting.py), stored weights throughout
-  export     the official on-disk format (export.py)
+  export     the official on-disk format (export.py), at every save: a run that is cut off has left
+             its best so far
+
+The schedules follow the wall clock, so `--batch` and `--steps` are the machine's to choose. A
+machine without network takes `--corpus`, the folder of a run made elsewhere with `--minutes 0`.
 
 A log line has step, tokens, seconds, loss; `curve.py` draws it.
 """
@@ -24,42 +28,60 @@ from jaxtyping import Array, Int32
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.demo import drafting, export, network, optimiser
+from deepinfer_jax.demo.dropout import Dropout
 from deepinfer_jax.demo.run import (
     SETUP,
     Flat,
+    Found,
     Run,
+    compiled,
     cross_entropy,
     hashed,
     initial,
     prepared,
+    several,
     stage,
 )
 
-MATRIX_RATE, RATE, TABLE_FACTOR = 0.02, 4e-3, 4.0
+MATRIX_RATE, RATE = 0.02, 3e-3
+DROPPED, ROWS_DROPPED = 0.3, 0.5
 INDEX_SHARE = 0.2
 BALANCE = 2e-3
-MIX = {"bible": 7, "made": 1}  # the generated text is easy
-STORED_FROM = 0.75
+BIBLE = 0.75  # the generated text is easy
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=(2, 3))
-def backbone_step(
+@functools.partial(compiled, static_argnums=0, donate_argnums=(1, 2))
+def backbone_steps(
     cfg: ModelConfig,
-    use_stored: bool,
     params: Flat,
     state: optimiser.State,
     classes: Array,
-    batch: Int32[Array, "b s1"],
+    batches: Int32[Array, "steps b s1"],
+    key: Array,
     share: Array,
-) -> tuple[Flat, optimiser.State, dict[str, Array]]:
-    """One step; share: of the full learning rates."""
+) -> tuple[Flat, optimiser.State, Found]:
+    """Several steps; share: of the full learning rates."""
+    one = functools.partial(backbone_step, cfg, classes, share)
+    return several(one, params, state, batches, key)
+
+
+def backbone_step(
+    cfg: ModelConfig,
+    classes: Array,
+    share: Array,
+    params: Flat,
+    state: optimiser.State,
+    batch: Int32[Array, "b s1"],
+    key: Array,
+) -> tuple[Flat, optimiser.State, Found]:
+    """One step."""
     tokens, target = batch[:, :-1], batch[:, 1:]
     rows = hashed(cfg, classes, tokens)
 
     def loss(params: Flat) -> tuple[Array, Any]:
-        out = network.forward(
-            SETUP(cfg), prepared(cfg, params, rows, use_stored), tokens, stored=use_stored
-        )
+        drop = Dropout(key, DROPPED, ROWS_DROPPED)
+        weights = prepared(cfg, params, rows, drop)
+        out = network.forward(SETUP(cfg), weights, tokens, stored=True, drop=drop)
         nats = jnp.mean(cross_entropy(out.logits, target))
         return nats + INDEX_SHARE * out.index_loss, (nats, out.index_loss, out.loads)
 
@@ -71,7 +93,6 @@ def backbone_step(
         state,
         matrix_rate=MATRIX_RATE * share,
         rate=RATE * share,
-        table_factor=TABLE_FACTOR,
     )
     for layer, load in enumerate(loads):
         name = f"layers/{layer}/ffn/bias"
@@ -85,27 +106,38 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("--work", type=Path, required=True, help="folder of the run; resumed")
     parser.add_argument("--kjv", type=Path, help="the Bible as printed; default: fetch it")
+    parser.add_argument("--corpus", type=Path, help="folder of another run: its text as tokens")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--batch", type=int, default=16, help="sequences a step")
+    parser.add_argument("--steps", type=int, default=16, help="steps a call of the device")
     parser.add_argument("--minutes", type=float, default=45, help="of the backbone")
     parser.add_argument("--draft-minutes", type=float, default=12)
     parser.add_argument("--export", type=Path, help="folder to write the checkpoint to")
     options = parser.parse_args(arguments)
-    run = Run(options.work, options.kjv, options.seed)
-    cfg = run.cfg
+    run = Run(
+        options.work,
+        options.kjv,
+        options.seed,
+        ready=options.corpus,
+        batch=options.batch,
+        steps=options.steps,
+    )
+    cfg, everything = run.cfg, initial(run.cfg, options.seed)
 
-    def backbone(use_stored: bool, params: Flat, state: Any, batch: np.ndarray, share: Array):
-        return backbone_step(cfg, use_stored, params, state, run.classes, batch, share)
+    def backbone(params: Flat, state: Any, batches: np.ndarray, key: Array, share: Array):
+        return backbone_steps(cfg, params, state, run.classes, batches, key, share)
 
     def fresh() -> Flat:
-        everything = initial(cfg, options.seed)
         return {name: v for name, v in everything.items() if not name.startswith("draft/")}
 
-    params = stage(
-        run, "backbone", fresh, MIX, backbone, options.minutes * 60, STORED_FROM, run.validate
-    )
-    trained = drafting.train(run, params, options.draft_minutes * 60)
-    if options.export is not None:
-        export.write(options.export, run.folder, cfg, {**params, **trained})
+    def keep(params: Flat) -> None:
+        if options.export is not None:
+            export.write(options.export, run.folder, cfg, {**everything, **params})
+
+    seconds = options.minutes * 60
+    best = stage(run, "backbone", fresh, BIBLE, backbone, seconds, run.validate, keep)
+    everything |= best
+    keep(drafting.train(run, best, options.draft_minutes * 60, keep))
     return 0
 
 

@@ -12,7 +12,6 @@ from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.demo import drafting, network, run, shape, stored
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.setup import Setup
-from pallas_kernels import formats
 
 CLASSES = 3000
 
@@ -53,7 +52,7 @@ def both(cfg, params):
     setup = Setup(cfg, numerics=numerics)
 
     rows = run.hashed(cfg, classes, tokens)
-    weights = run.prepared(cfg, params, rows, True)
+    weights = run.prepared(cfg, params, rows)
     forward = jax.jit(network.forward, static_argnums=0, static_argnames="stored")
     ours = forward(setup, weights, tokens, stored=False)
 
@@ -102,17 +101,8 @@ def test_the_bits_are_what_training_rounds_to():
         spec.fp4(48, 96, axes=axes),
         spec.plain(48, 96, axes=axes),
     ):
-        made = stored.packed(w, declared)
-        if isinstance(made, spec.Quantized):
-            rows = made.block == (1, 32) and made.values.dtype != jnp.uint8
-            spread = formats.decode_e8m0(jnp.repeat(made.scales, 32, axis=-1))
-            wide = (
-                made.values.astype(jnp.float32) * spread
-                if rows
-                else formats.dequantise(made.values, made.scales)
-            )
-        else:
-            wide = made.astype(jnp.float32)
+        wide = stored.numbers(stored.packed(w, declared))
         near = stored.rounded(w, stored.kind(declared))
         np.testing.assert_array_equal(near, wide)
+        np.testing.assert_array_equal(near, stored.rounded(wide, stored.kind(declared)))
         assert float(jnp.max(jnp.abs(near - w))) <= float(jnp.max(jnp.abs(w))) / 4
