@@ -108,7 +108,7 @@ def test_an_exported_folder_reads_back_bit_for_bit(tmp_path, monkeypatch):
     def cut(*args):
         raise OSError("cut")
 
-    monkeypatch.setattr(export.st, "write", cut)
+    monkeypatch.setattr(export.stored, "packed", cut)
     with pytest.raises(OSError, match="cut"):
         export.write(tmp_path / "made", beside, cfg, params)
     assert sum(file.stat().st_size for file in (tmp_path / "made").iterdir()) == size
