@@ -8,6 +8,7 @@ shape and dtype, and nothing else may be.
 """
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -25,6 +26,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.runtime import groups
 
 
 class Checkpoint(NamedTuple):
@@ -70,15 +72,15 @@ class Official:
 def read(
     path: str | Path,
     layout: Layout | None = None,
-    mesh: jax.sharding.Mesh | None = None,
+    devices: Sequence[Any] | None = None,
     *,
     partial: bool = False,
 ) -> Checkpoint:
     """Read a checkpoint onto the devices of a layout (one device without one).
 
-    path: official or converted folder, or a Hub id. mesh: defaults to `layout.mesh()`. partial:
-    accept a converted slice (`--only`); leaves it lacks are None. Raises `CheckpointError` with one
-    line a finding before any weight is read.
+    path: official or converted folder, or a Hub id. devices: as many as the layout has (default:
+    jax's first). partial: accept a converted slice (`--only`); leaves it lacks are None. Raises
+    `CheckpointError` with one line a finding before any weight is read.
     """
     path = resolve(path)
     converted.refuse_unfinished(path)
@@ -93,9 +95,8 @@ def read(
         checked = examine(path)
         cfg, present, reader = checked.cfg, checked.table.params, Official(checked)
         classes = _token_map(path, cfg)
-    if layout is not None and mesh is None:
-        mesh = layout.mesh()
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    mesh = None if layout is None else layout.mesh(devices)
+    one = jax.sharding.SingleDeviceSharding((devices or jax.devices())[0])
 
     def sharding(key: tuple[Any, ...], param: spec.Param) -> jax.sharding.Sharding:
         if layout is None or mesh is None:
@@ -158,12 +159,9 @@ def place(
     return jax.make_array_from_single_device_arrays(param.shape, sharding, shards)
 
 
-def replicated(array: np.ndarray, layout: Layout | None = None) -> jax.Array:
-    """A host array on every device of a layout (one device without one)."""
-    if layout is None or layout.size == 1:
-        return jax.device_put(array, jax.devices()[0])
-    whole = jax.sharding.NamedSharding(layout.mesh(), jax.sharding.PartitionSpec())
-    return jax.make_array_from_callback(array.shape, whole, lambda _: array)
+def replicated(array: np.ndarray, like: jax.Array) -> jax.Array:
+    """A host array on every device that another array lies on."""
+    return jax.make_array_from_callback(array.shape, groups.whole(like), lambda _: array)
 
 
 def _read(

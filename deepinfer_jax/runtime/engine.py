@@ -61,8 +61,9 @@ class LLM:
     without speculation) or "rejection" (equal in distribution). seed: of requests that bring none.
     cache: folder where step times measured for "adaptive" are kept (None: the user's cache).
     prefix_cache: prompts that begin alike share pages, on one device (see `prefix.PrefixPolicy`);
-    results are those of an engine without it, to the bit with `Numerics.invariant`. Raises
-    ValueError naming the option.
+    results are those of an engine without it, to the bit with `Numerics.invariant`. devices: those
+    of the layout's mesh, in its order (default: jax's first); engines on different devices work at
+    once, a `Model` that lies elsewhere is copied there. Raises ValueError naming the option.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class LLM:
         shapes: Shapes | None = None,
         cache: str | Path | None = None,
         prefix_cache: bool | PrefixPolicy = False,
+        devices: Sequence[Any] | None = None,
     ):
         path = demo.checkpoint() if path is None else path
         for name, value in (("max_slots", max_slots), ("max_context", max_context)):
@@ -86,7 +88,11 @@ class LLM:
                 raise ValueError(f"{name} = {value!r}; expected a positive integer")
         if accept not in ACCEPT:
             raise ValueError(f"accept = {accept!r}; expected {' or '.join(map(repr, ACCEPT))}")
-        self.model = path if isinstance(path, Model) else load(path, layout, kernels, numerics)
+        self._devices = devices
+        if isinstance(path, Model):
+            self.model = path if devices is None else path.on(devices)
+        else:
+            self.model = load(path, layout, kernels, numerics, devices)
         cfg = self.model.cfg
         limit = cfg.max_position_embeddings
         if max_context > limit:
@@ -166,7 +172,7 @@ class LLM:
             raise ValueError("swap_weights: requests are in flight")
         setup = self.model.setup
         layout = None if setup.layout == Layout.single() else setup.layout
-        fresh = load(path, layout, setup.kernels, setup.numerics)
+        fresh = load(path, layout, setup.kernels, setup.numerics, self._devices)
         if fresh.cfg != setup.cfg:
             raise ValueError(f"{path}: its config is not the one of the weights in use")
         self.model = dataclasses.replace(fresh, setup=setup)

@@ -27,7 +27,7 @@ from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.dispatch import Placement
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import cluster, eplb
+from deepinfer_jax.runtime import cluster, eplb, groups
 from deepinfer_jax.runtime.eplb import Assignment
 
 
@@ -180,9 +180,7 @@ def _held(placement: Placement, shards: int) -> Assignment:
 def _table(chosen: Assignment, layout: Layout, weights: Weights) -> Placement:
     """As wide as the spare slots allow, so that every placement has one shape."""
     slots, count = chosen.tables(width=1 + layout.spare_experts)
-    home = weights.norm.sharding
-    if isinstance(home, jax.sharding.NamedSharding):
-        home = jax.sharding.NamedSharding(home.mesh, jax.sharding.PartitionSpec())
+    home = groups.whole(weights.norm)
     return Placement(jax.device_put(slots, home), jax.device_put(count, home))
 
 

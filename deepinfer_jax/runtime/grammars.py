@@ -8,7 +8,6 @@ that its request is in.
 import dataclasses
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any
 
 import jax
 import numpy as np
@@ -29,15 +28,17 @@ from deepinfer_jax.structured import (
 
 
 class Grammars:
-    """compiler: None where the checkpoint has no tokenizer. sharding: of the pool, None for the
-    default device. pool: what the next step is given."""
+    """compiler: None where the checkpoint has no tokenizer. sharding: of the pool. pool: what the
+    next step is given."""
 
-    def __init__(self, vocab: int, compiler: Compiler | None, sharding: Any = None):
+    def __init__(self, vocab: int, compiler: Compiler | None, sharding: jax.sharding.Sharding):
         self._compiler = compiler
         cells = 1 << 16 if vocab < 4096 else 1 << 20
         self._manager = PoolManager(vocab, cells=cells, sharding=sharding)
         self.pool: Pool = self._manager.empty()
-        self._free = jax.device_get(structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS))
+        with jax.default_device(min(sharding.addressable_devices, key=lambda one: one.id)):
+            free = structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS)
+        self._free = jax.device_get(free)
         self._waiting: list[tuple[Sample, Future[Grammar]]] = []
         self._held: dict[int, Grammar] = {}
 

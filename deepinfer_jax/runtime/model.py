@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
@@ -19,7 +18,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import transformer
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
-from deepinfer_jax.runtime import checkpoint, experts, platform
+from deepinfer_jax.runtime import checkpoint, experts, groups, platform
 from pallas_kernels import Kernels
 
 
@@ -51,6 +50,20 @@ class Model:
     def cfg(self) -> ModelConfig:
         return self.setup.cfg
 
+    @property
+    def devices(self) -> tuple[Any, ...]:
+        """Where the weights lie, in the mesh's order."""
+        return groups.of(self.weights.norm)
+
+    def on(self, devices: Sequence[Any]) -> "Model":
+        """This model on another group of devices, the weights copied from device to device: a
+        checkpoint is read once for all groups. Raises ValueError as `load` does."""
+        layout = self.setup.layout
+        there = groups.checked(devices, layout)
+        if there == self.devices:
+            return self
+        return dataclasses.replace(self, weights=groups.moved(self.weights, layout, there))
+
     def forward(
         self, tokens: Any, lengths: Any = None, capture: Sequence[str] = ()
     ) -> ForwardOutput:
@@ -73,7 +86,7 @@ class Model:
         ids, count = self._checked(tokens, lengths)
         return DraftOutput(*_draft(self.setup, self.weights, ids, count))
 
-    def _checked(self, tokens: Any, lengths: Any) -> tuple[Array, Array]:
+    def _checked(self, tokens: Any, lengths: Any) -> tuple[np.ndarray, np.ndarray]:
         ids = np.asarray(tokens)
         if ids.ndim != 2 or 0 in ids.shape or not np.issubdtype(ids.dtype, np.integer):
             raise ValueError(
@@ -91,7 +104,7 @@ class Model:
             raise ValueError(
                 f"lengths: {count.tolist()}; expected {ids.shape[0]} numbers in 1..{ids.shape[1]}"
             )
-        return jnp.asarray(ids, jnp.int32), jnp.asarray(count, jnp.int32)
+        return ids.astype(np.int32), count.astype(np.int32)
 
 
 _forward = jit(transformer.forward, static_argnums=(0, 4))
@@ -103,21 +116,24 @@ def load(
     layout: Layout | None = None,
     kernels: str | dict[str, str] | Kernels = "auto",
     numerics: str | Numerics = "reference",
+    devices: Sequence[Any] | None = None,
 ) -> Model:
     """Reads a checkpoint onto the devices of a layout.
 
     path: official safetensors folder or converted folder; kernels: "auto", one implementation for
-    all operations, or a mapping; numerics: a preset's name or a `Numerics`. The device is probed
-    first unless it is one that this project tests (`platform.prepared`). Raises PlatformError,
-    CheckpointError (one line a finding) or ValueError before any weight is read.
+    all operations, or a mapping; numerics: a preset's name or a `Numerics`; devices: the layout's,
+    in the order of its mesh (default: jax's first). The device is probed first unless it is one
+    that this project tests (`platform.prepared`). Raises PlatformError, CheckpointError (one line a
+    finding) or ValueError before any weight is read.
     """
+    used = None if devices is None else groups.checked(devices, layout)
     chosen = Numerics.preset(numerics) if isinstance(numerics, str) else numerics
-    layout = platform.prepared(layout)
-    found = checkpoint.read(path, layout)
+    layout = platform.prepared(layout, used)
+    found = checkpoint.read(path, layout, used)
     setup = Setup(found.cfg, layout or Layout.single(), Kernels.parse(kernels), chosen)
     weights = found.weights
     if found.token_map is not None:
         weights = dataclasses.replace(
-            weights, token_map=checkpoint.replicated(found.token_map, layout)
+            weights, token_map=checkpoint.replicated(found.token_map, weights.norm)
         )
     return Model(setup, experts.first(weights, setup), found.tokenizer)

@@ -179,26 +179,26 @@ def select(request: Request) -> Selected:
     )
 
 
-def ready(request: Request) -> Selected:
-    """`select`, and for a device that this project does not test, `probe`: call it before weights
-    load. Raises PlatformError if the device lacks what the programs need."""
+def ready(request: Request, devices: tuple[Any, ...] | None = None) -> Selected:
+    """`select`, and for devices that this project does not test (default: all), `probe`: call it
+    before weights load. Raises PlatformError if a device lacks what the programs need."""
     selected = select(request)
     if selected.name not in TESTED or request.plugin is not None:
-        require(selected, _probed(_own(selected.devices)))
+        require(selected, _probed(devices or _own(selected.devices)))
     return selected
 
 
-def prepared(layout: Layout | None) -> Layout | None:
-    """A layout as the default device can run it; called before weights load.
+def prepared(layout: Layout | None, devices: tuple[Any, ...] | None = None) -> Layout | None:
+    """A layout as its devices (default: the first) can run it; called before weights load.
 
     A device that this project does not test is probed, once a process (`ready`). What the layout
     itself asks for is tried on any device: collectives and host memory it cannot do without are a
     PlatformError; a ragged exchange becomes the rounds of `alltoall`, with a warning (equal bits).
     """
-    selected = ready(Request())
+    selected = ready(Request(), devices)
     if layout is None:
         return None
-    devices = _own(selected.devices[: layout.size])
+    devices = devices or _own(selected.devices[: layout.size])
     needs = {"collectives": layout.size > 1, "pinned_host": layout.engram == "host"}
     lacking = [one for name, asked in needs.items() if asked for one in _without(devices, name)]
     require(selected, [dataclasses.replace(one, needed=True) for one in lacking])

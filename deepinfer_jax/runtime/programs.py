@@ -17,7 +17,7 @@ import numpy as np
 from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import shards
+from deepinfer_jax.runtime import groups, shards
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
@@ -70,12 +70,14 @@ class Programs:
         return not self.weights.norm.sharding.is_fully_addressable
 
     @property
-    def whole(self) -> jax.sharding.Sharding | None:
-        """Whole on every device of the layout; None for the default device."""
-        home = self.weights.norm.sharding
-        if not isinstance(home, jax.sharding.NamedSharding):
-            return None
-        return jax.sharding.NamedSharding(home.mesh, shards.WHOLE)
+    def whole(self) -> jax.sharding.Sharding:
+        """Whole on every device of the group."""
+        return groups.whole(self.weights.norm)
+
+    @property
+    def device(self) -> Any:
+        """The first device of the group."""
+        return groups.of(self.weights.norm)[0]
 
     def empty(self, slots: int, pages: int) -> State:
         """The state of free slots, placed so that what a program returns is again one that it was

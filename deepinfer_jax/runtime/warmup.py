@@ -196,7 +196,7 @@ def _decode(loop: Loop, size: int, options: Options, given: DecodeInput) -> Step
 
 def _identity(loop: Loop) -> dict[str, Any]:
     """What step times depend on, as JSON."""
-    setup, device = loop.programs.setup, jax.devices()[0]
+    setup, device = loop.programs.setup, loop.programs.device
     return {
         "model": repr(setup.cfg),
         "layout": repr(setup.layout),
