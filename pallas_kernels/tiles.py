@@ -115,7 +115,8 @@ def best_rows(
 
     def time(rows: int) -> float:
         items = tiles_of(rows) / blocks
-        return (math.ceil(items) if items < 8 else items) * (rows + OVERHEAD)
+        rounds = float(math.ceil(items)) if items < 8 else items
+        return rounds * (rows + OVERHEAD)
 
     return min(range(step, most + 1, step), key=time)
 

@@ -306,7 +306,7 @@ class _Stream:
             for pending, quarter in zip((3, 2, 1, 0), ORDER, strict=True):
                 gather.finish_copies(pending)
                 full(quarter)
-            return loaded
+            return [self.load(after, number + 1, step) for step in range(DEPTH)]
 
         def expand(kind, source):
             kept, each = list(loaded), UNITS[kind] // QUARTERS
