@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 _HOMES = {
+    "Group": "deepinfer_jax.runtime.handover",
     "LLM": "deepinfer_jax.runtime.engine",
     "Layout": "deepinfer_jax.layout",
     "ModelConfig": "deepinfer_jax.config",

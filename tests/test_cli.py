@@ -26,6 +26,8 @@ TINY = Path(__file__).parent / "golden" / "v41-tiny"
         (["generate", "--model", str(TINY), "--prompt", "a", "--replay", "half"], "half"),
         (["layout", "diff", "ep", "nowhere"], "nowhere"),
         (["layout", "show", "ep", "--axis", "expert"], "NAME=SIZE"),
+        (["generate", "--prompt", "a", "--axis", "expert=2"], "--axis: give --layout too"),
+        (["generate", "--prompt", "a", "--prefix-restore", "replay"], "give --prefix-cache too"),
         (["layout", "show", "ep", "--axis", "ring=8"], "ring"),
         (["inspect", "nowhere"], "nowhere"),
         (["convert", "nowhere", "elsewhere"], "nowhere"),

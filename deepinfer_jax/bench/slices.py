@@ -38,7 +38,7 @@ from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import prefill as prefill_program
 from deepinfer_jax.runtime import sampling_state, step
 from deepinfer_jax.runtime import state as states
-from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, reach
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, look_back, reach
 from deepinfer_jax.schedule import LayerPlan
 from deepinfer_jax.spec import Param
 from deepinfer_jax.structured import PoolManager
@@ -309,6 +309,9 @@ def _prefill(
         count=np.full(many, rows.width, np.int32),
         last=np.ones(many, np.bool_),
         prompt=np.full(many, rows.start + rows.width, np.int32),
+        begin=np.zeros(many, np.int32),
+        own=np.zeros(many, np.int32),
+        before=np.full((many, look_back(cfg)), -1, np.int32),
         following=np.full((many, rows.width), -1, np.int32),
         pages=pages,
         forced=np.full(many, -1, np.int32),

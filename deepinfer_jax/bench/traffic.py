@@ -23,7 +23,8 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.lab.devices import Device
 from deepinfer_jax.runtime.pages import PAGE, Pages
 from deepinfer_jax.runtime.plans import Act, Outcome, Policy, Step
-from deepinfer_jax.runtime.prefix import PrefixCache, PrefixPolicy
+from deepinfer_jax.runtime.prefix import PrefixCache
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.scheduler import Scheduler
 
 GRAIN = 256  # contexts are priced in steps of so many tokens

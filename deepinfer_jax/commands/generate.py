@@ -58,9 +58,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="prompts that begin alike are computed once; DIR: also in later runs",
     )
+    engine.add_argument(
+        "--prefix-restore",
+        choices=("state", "replay"),
+        default="state",
+        help="state: exact; replay: 128 tokens of a found prefix are computed again instead",
+    )
     group = parser.add_argument_group("several devices")
     group.add_argument("--layout", metavar="LAYOUT", help="file or shipped name")
     group.add_argument("--axis", action="append", default=[], metavar="NAME=SIZE")
+    group.add_argument(
+        "--prefill-layout",
+        metavar="LAYOUT",
+        help="prompts are computed on other devices, those after --layout's, under this one",
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
     group.add_argument("--num-processes", type=int, metavar="N")
     group.add_argument("--process-id", type=int, metavar="I")
@@ -82,6 +93,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     if (options.prompt is None) == (options.input is None):
         raise ValueError("give --prompt, or --input with --output")
 
+    import jax
     from rich.console import Console
 
     from deepinfer_jax.commands.layout import sizes
@@ -89,31 +101,47 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     from deepinfer_jax.lab.commands import read
     from deepinfer_jax.runtime import cluster, experts, offline, terminal
     from deepinfer_jax.runtime.engine import LLM
-    from deepinfer_jax.runtime.prefix import PrefixPolicy
+    from deepinfer_jax.runtime.handover import Group
+    from deepinfer_jax.runtime.prefix_types import PrefixPolicy
     from deepinfer_jax.runtime.sampling_params import SamplingParams
 
     SamplingParams(**fields)  # refused before the model is read
-    layout = None
-    if options.layout is not None:
-        (layout,) = read([options.layout], sizes(options.axis))
-    elif options.axis:
+    names = [options.layout, options.prefill_layout]
+    if options.axis and names == [None, None]:
         raise ValueError("--axis: give --layout too")
+    found = iter(read([name for name in names if name is not None], sizes(options.axis)))
+    layout, beside = (None if name is None else next(found) for name in names)
+    more = 0 if beside is None else beside.size
     processes = cluster.Processes.parse(
         options.coordinator, options.num_processes, options.process_id
     )
-    for notice in cluster.start(device, layout, processes).notices:
+    for notice in cluster.start(device, layout, processes, more).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
-    prefix_cache = options.prefix_cache is not None
-    if options.prefix_cache:
-        prefix_cache = PrefixPolicy(folder=Path(options.prefix_cache))
+    prefix_cache = None
+    if options.prefix_cache is not None:
+        restore, folder = options.prefix_restore, Path(options.prefix_cache or ".")
+        prefix_cache = PrefixPolicy(
+            restore=restore,
+            states=0 if restore == "replay" else PrefixPolicy.states,
+            folder=folder if options.prefix_cache else None,
+        )
+    elif options.prefix_restore != "state":
+        raise ValueError("--prefix-restore: give --prefix-cache too")
+    prefill = None
+    if beside is not None:
+        if processes.count > 1:
+            raise ValueError("--prefill-layout: in one process only")
+        used = 1 if layout is None else layout.size
+        prefill = Group(beside, jax.devices()[used : used + more])
     llm = LLM(
         options.model,
         layout,
+        prefill=prefill,
         kernels=options.kernels,
         numerics=Numerics.preset(
             options.numerics, replay=options.replay, invariant=options.invariant
         ),
-        prefix_cache=prefix_cache,
+        prefix_cache=prefix_cache or False,
         max_slots=options.max_slots,
         max_context=options.max_context,
         speculate=drafts(options.speculate),

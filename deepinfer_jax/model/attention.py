@@ -157,10 +157,11 @@ def window_rows(
 
 def window_positions(rows: Rows, window: int, *, floor: bool) -> Int32[Array, "rows window"]:
     """Positions a row's window covers, oldest first, -1 after the row's own; `floor` applies the
-    replay border. A whole sequence shorter than the window has that many slots only, as in the
-    reference: slots are attended in blocks, so their number shows in bfloat16 rounding.
+    replay border of the decoder half, none looks before `Rows.begin`. A whole sequence shorter than
+    the window has that many slots only, as in the reference: slots are attended in blocks, so their
+    number shows in bfloat16 rounding.
     """
-    least = rows.floor[rows.group] if floor else jnp.zeros_like(rows.position)
+    least = (jnp.maximum(rows.floor, rows.begin) if floor else rows.begin)[rows.group]
     oldest = jnp.maximum(jnp.maximum(rows.position - window + 1, 0), least)
     position = oldest[:, None] + jnp.arange(window, dtype=jnp.int32)[None, :]
     seen = (position <= rows.position[:, None]) & rows.valid[:, None]

@@ -159,11 +159,12 @@ def write_ring(ring: Any, new: Any, rows: Rows) -> Any:
 
 
 def write_entries(store: Any, new: Any, rows: Rows, ratio: int) -> Any:
-    """Writes the entries that this call's rows complete: entry j of a sequence when its row (j + 1)
-    ratio - 1 is in."""
+    """Writes the entries that this call's rows from `Rows.own` on complete: entry j of a sequence
+    when its row (j + 1) ratio - 1 is in."""
     new, rows = context.together(rows, new), rows.everyone
     per_page = jax.tree.leaves(store)[0].shape[1]
     complete = rows.valid & (rows.position % ratio == ratio - 1)
+    complete &= rows.position >= rows.own[rows.group]
     index = entry_index(rows.pages, rows.group, rows.position[:, None] // ratio, per_page)[:, 0]
     return _scatter(store, new, jnp.where(complete, index, -1))
 

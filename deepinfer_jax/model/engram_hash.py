@@ -16,6 +16,7 @@ running sum, so the primes of a layer add up to its table's rows.
 import dataclasses
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -109,6 +110,21 @@ def table_rows(
         for layer, constants in hash_constants(cfg).items()
     }
     return found, dataclasses.replace(cache, classes=ring)
+
+
+def remember(
+    token_map: Int32[Array, " vocab"], rows: Rows, cache: Cache, before: Int32[Array, "groups n"]
+) -> Cache:
+    """The cache with the classes of the tokens just before each group, oldest first, -1 for
+    none. Where a sequence goes on from its own rows they are there already."""
+    back = jnp.arange(-before.shape[1], 0, dtype=jnp.int32)
+    at = rows.start[:, None] + back[None, :]
+    ring: Any = cache.classes
+    size = ring.shape[1]
+    known = (before >= 0) & (rows.count > 0)[:, None]
+    place = jnp.where(known, rows.slot[:, None] * size + at % size, ring.size)
+    after = ring.reshape(-1).at[place].set(token_map[before], mode="drop")
+    return dataclasses.replace(cache, classes=after.reshape(ring.shape))
 
 
 def hash_rows(

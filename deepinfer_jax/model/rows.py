@@ -23,12 +23,14 @@ from deepinfer_jax.spec import Leaf
 
 @flax.struct.dataclass
 class Rows:
-    """token, position, group int32 [rows], valid bool [rows]; slot, start, count, first, floor
-    int32 [groups].
+    """token, position, group int32 [rows], valid bool [rows]; slot, start, count, first, floor,
+    begin, own int32 [groups].
 
     start: position of the group's first row; first: its row number; count: valid rows.
     floor: the least position that the decoder half's windows may see (0 unless a prompt is
     replayed).
+    begin: the least position that any window may see, own: the least one whose compressed entries
+    are written (0, unless rings are rebuilt for pages that are there already).
     pages: int32 [groups, P], page of the compressed caches that holds tokens 128 i .. 128 i + 127
     (-1: none).
     width: most rows of a group; dense: the rows form a rectangle.
@@ -45,6 +47,8 @@ class Rows:
     count: Leaf
     first: Leaf
     floor: Leaf
+    begin: Leaf
+    own: Leaf
     pages: Leaf
     width: int = flax.struct.field(pytree_node=False)
     dense: bool = flax.struct.field(pytree_node=False)
@@ -79,6 +83,8 @@ def rectangle(
     slot: Int32[Array, " groups"],
     pages: Int32[Array, "groups pages"],
     floor: Int32[Array, " groups"] | None = None,
+    begin: Int32[Array, " groups"] | None = None,
+    own: Int32[Array, " groups"] | None = None,
 ) -> Rows:
     """Groups of `width` places each, of which the first `count` are valid."""
     groups, width = token.shape
@@ -94,6 +100,8 @@ def rectangle(
         count=count,
         first=jnp.arange(groups, dtype=jnp.int32) * width,
         floor=jnp.zeros_like(start) if floor is None else floor,
+        begin=jnp.zeros_like(start) if begin is None else begin,
+        own=jnp.zeros_like(start) if own is None else own,
         pages=pages,
         width=width,
         dense=True,
@@ -130,6 +138,8 @@ def flat(
         count=count,
         first=first,
         floor=jnp.zeros_like(start),
+        begin=jnp.zeros_like(start),
+        own=jnp.zeros_like(start),
         pages=pages,
         width=width,
         dense=False,
@@ -182,5 +192,7 @@ def suffix(rows: Rows, keep: int) -> tuple[Rows, Int32[Array, " kept"]]:
         slot=rows.slot,
         pages=rows.pages,
         floor=rows.floor,
+        begin=rows.begin,
+        own=rows.own,
     )
     return kept, source.reshape(-1)

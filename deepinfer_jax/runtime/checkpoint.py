@@ -28,6 +28,8 @@ from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime import groups
 
+EDGE = 1 << 20  # bytes of a file's beginning and end that tell it from others
+
 
 class Checkpoint(NamedTuple):
     """weights: `transformer.Weights` of jax arrays. token_map: int32 [vocab] on the host, None
@@ -130,6 +132,23 @@ def identity(path: str | Path, setup: Setup, drafts: bool) -> bytes:
         weights = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in found]
     used = (setup.cfg, setup.numerics, setup.kernels, setup.layout, drafts)
     return hashlib.sha256(repr((weights, used)).encode()).digest()
+
+
+def fingerprint(path: str | Path) -> str:
+    """Which weights a folder holds, wherever it lies: of a converted folder its manifest, of an
+    official one names, sizes and both ends of its files."""
+    path, found = resolve(path), hashlib.blake2b(digest_size=16)
+    if converted.is_converted(path):
+        found.update((path / converted.MANIFEST).read_bytes())
+        return found.hexdigest()
+    for file in sorted(path.glob("*.safetensors")):
+        size = file.stat().st_size
+        found.update(repr((file.name, size)).encode())
+        with file.open("rb") as data:
+            found.update(data.read(EDGE))
+            data.seek(max(size - EDGE, 0))
+            found.update(data.read(EDGE))
+    return found.hexdigest()
 
 
 def place(

@@ -43,12 +43,12 @@ class Processes:
 
 
 def start(
-    request: platform.Request, layout: Layout | None, processes: Processes
+    request: platform.Request, layout: Layout | None, processes: Processes, more: int = 0
 ) -> platform.Selected:
     """Joins the other processes and starts the devices; before anything else uses jax.
 
-    On the CPU (`--platform cpu`) as many devices are simulated as the layout needs. Raises
-    ValueError if the layout's devices do not divide over the processes.
+    On the CPU (`--platform cpu`) as many devices are simulated as the layout needs, and `more`.
+    Raises ValueError if the layout's devices do not divide over the processes.
     """
     size = 1 if layout is None else layout.size
     if processes.count > 1 and layout is None:
@@ -56,8 +56,8 @@ def start(
     if size % processes.count:
         raise ValueError(f"--layout: {size} devices do not divide over {processes.count} processes")
     if request.name == "cpu":
-        if size > 1:
-            jax.config.update("jax_num_cpu_devices", size // processes.count)
+        if size + more > 1:
+            jax.config.update("jax_num_cpu_devices", size // processes.count + more)
         if processes.count > 1:
             jax.config.update("jax_cpu_collectives_implementation", "gloo")
     if processes.coordinator is not None:

@@ -19,15 +19,13 @@ from typing import Any
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import checkpoint, noise, reply, warmup
+from deepinfer_jax.runtime import build, checkpoint, noise, remote, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
-from deepinfer_jax.runtime.loop import Loop
+from deepinfer_jax.runtime.build import Shapes
+from deepinfer_jax.runtime.handover import Group, Split
 from deepinfer_jax.runtime.model import Model, load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
-from deepinfer_jax.runtime.pages import PAGE
-from deepinfer_jax.runtime.plans import Policy
-from deepinfer_jax.runtime.prefix import PrefixPolicy
-from deepinfer_jax.runtime.programs import Programs
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
@@ -35,19 +33,6 @@ from deepinfer_jax.runtime.text import Tokenizer, conversation_ids
 from pallas_kernels import Kernels
 
 ACCEPT = ("coupled", "rejection")
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """Compiled shapes of the engine's programs.
-
-    prefill: (sequences, width) rectangles of prompt chunks. pages: pages of 128 tokens in all
-    (None: enough for every slot's whole context). host_pages: room for preempted requests.
-    """
-
-    prefill: tuple[tuple[int, int], ...] = ((8, 32), (4, 128), (1, 512))
-    pages: int | None = None
-    host_pages: int = 4096
 
 
 class LLM:
@@ -60,10 +45,12 @@ class LLM:
     checkpoint has a drafter; 0: off), or "adaptive". accept: "coupled" (tokens equal to decoding
     without speculation) or "rejection" (equal in distribution). seed: of requests that bring none.
     cache: folder where step times measured for "adaptive" are kept (None: the user's cache).
-    prefix_cache: prompts that begin alike share pages, on one device (see `prefix.PrefixPolicy`);
-    results are those of an engine without it, to the bit with `Numerics.invariant`. devices: those
-    of the layout's mesh, in its order (default: jax's first); engines on different devices work at
-    once, a `Model` that lies elsewhere is copied there. Raises ValueError naming the option.
+    prefix_cache: prompts that begin alike share pages (see `prefix_types.PrefixPolicy`); results
+    are those of an engine without it, to the bit with `Numerics.invariant`, unless rings are
+    rebuilt by replay. devices: those of the layout's mesh, in its order (default: jax's first);
+    engines on different devices work at once, a `Model` that lies elsewhere is copied there.
+    prefill: other devices, or another layout of the same ones, that prompts are computed on (see
+    `handover`); layout and devices are then those of decoding. Raises ValueError naming the option.
     """
 
     def __init__(
@@ -81,6 +68,7 @@ class LLM:
         cache: str | Path | None = None,
         prefix_cache: bool | PrefixPolicy = False,
         devices: Sequence[Any] | None = None,
+        prefill: Group | None = None,
     ):
         path = demo.checkpoint() if path is None else path
         for name, value in (("max_slots", max_slots), ("max_context", max_context)):
@@ -97,46 +85,51 @@ class LLM:
         limit = cfg.max_position_embeddings
         if max_context > limit:
             raise ValueError(f"max_context = {max_context}; this model's positions end at {limit}")
-        block = _block(speculate, cfg)
-        under = self.model.setup.layout
-        if prefix_cache and under.size > 1:
+        block = build.block_of(speculate, cfg)
+        prefix = PrefixPolicy() if prefix_cache is True else prefix_cache or None
+        window = cfg.sliding_window
+        if prefix is not None and prefix.restore == "replay" and prefix.replay < window:
             raise ValueError(
-                f"prefix_cache: on one device only; layout {under.name!r} has {under.size}"
+                f"prefix_cache: replay = {prefix.replay}; expected at least this model's window, "
+                f"{window}"
             )
-        shapes = shapes or Shapes()
-        widths = tuple(shape for shape in shapes.prefill if shape[1] <= max(max_context, 32))
-        self.tokenizer = self._tokenizer()
-        compiler = None
+        self.tokenizer, self._compiler = self._tokenizer(), None
         if self.tokenizer is not None:
             vocabulary = structured.Vocabulary.load(
                 self.model.tokenizer, width=cfg.vocab_size, eos=(cfg.eos_token_id,)
             )
-            compiler = structured.Compiler(vocabulary)
+            self._compiler = structured.Compiler(vocabulary)
         options = Options(block=block, rejection=accept == "rejection" and block > 0)
-        programs = Programs(self.model.setup, self.model.weights, options)
-        max_slots = programs.divided(max_slots)
-        policy = Policy(
-            slots=max_slots,
-            decode_rows=(max_slots * (1 + block),),
-            prefill=programs.rectangles(widths or shapes.prefill),
-            block=block,
-            host_pages=shapes.host_pages,
-        )
-        self._loop = Loop(
-            programs,
-            policy,
-            context=max_context,
-            pages=programs.divided(shapes.pages or max_slots * -(-max_context // PAGE)),
-            compiler=compiler,
+        parts = build.Parts(options, shapes or Shapes(), max_context, self._compiler)
+        # Weights in memory are nobody else's.
+        identity = uuid.uuid4().bytes
+        if not isinstance(path, Model):
+            identity = checkpoint.identity(path, self.model.setup, block > 0)
+        self._path, self._group = None if isinstance(path, Model) else path, prefill
+        self._loop: Any = parts.loop(
+            self.model,
+            max_slots,
+            parts.shapes.pages,
             adaptive=speculate == "adaptive",
-            prefix=PrefixPolicy() if prefix_cache is True else prefix_cache or None,
-            identity=uuid.uuid4().bytes  # weights in memory: nobody else's
-            if isinstance(path, Model)
-            else checkpoint.identity(path, self.model.setup, block > 0),
+            prefix=prefix if prefill is None else None,
+            identity=identity,
         )
         if self._loop.adaptive:
             folder = warmup.default_folder() if cache is None else Path(cache)
             self._loop.costs = warmup.step_seconds(self._loop, folder)
+        if prefill is not None:
+            if self._loop.programs.everywhere:
+                raise ValueError("prefill: not over several processes; give each its own engine")
+            beside = build.beside(self.model, prefill, self._path)
+            prompts = parts.loop(
+                beside,
+                prefill.slots,
+                prefill.pages,
+                decodes=False,
+                prefix=prefix,
+                identity=identity,
+            )
+            self._loop = Split(prompts, self._loop)
         self._seed, self._requests, self._numbers = seed, 0, 0
 
     def warm_up(self, *, logprobs: bool = True, scores: bool = True) -> None:
@@ -148,7 +141,9 @@ class LLM:
         """
         if len(self._loop):
             raise ValueError("warm_up: requests are in flight")
-        warmup.compile_all(self._loop, logprobs=logprobs, scores=scores)
+        loops = self._loop.each() if isinstance(self._loop, Split) else (self._loop,)
+        for loop in loops:
+            warmup.compile_all(loop, logprobs=logprobs, scores=scores)
 
     def save_prefixes(self) -> None:
         """Writes the cached prompts to `PrefixPolicy.folder`, where a later engine finds them.
@@ -175,9 +170,12 @@ class LLM:
         fresh = load(path, layout, setup.kernels, setup.numerics, self._devices)
         if fresh.cfg != setup.cfg:
             raise ValueError(f"{path}: its config is not the one of the weights in use")
-        self.model = dataclasses.replace(fresh, setup=setup)
+        self.model, self._path = dataclasses.replace(fresh, setup=setup), path
+        beside = []
+        if self._group is not None:
+            beside = [build.beside(self.model, self._group, path).weights]
         drafts = self._loop.options.block > 0
-        self._loop.swap(fresh.weights, checkpoint.identity(path, setup, drafts))
+        self._loop.swap(fresh.weights, checkpoint.identity(path, setup, drafts), *beside)
 
     def generate(
         self,
@@ -250,10 +248,32 @@ class LLM:
 
         window: most requests taken from `work` and not yet finished (default: four a slot).
         """
-        window = 4 * self._loop.policy.slots if window is None else window
-        for number, request in self._run(iter(work), window, ()):
+        most: int = 4 * self._loop.policy.slots if window is None else window
+        for number, request in self._run(iter(work), most, ()):
             if request.finished:
                 yield number, request
+
+    def prefilled(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+    ) -> Iterator[bytes]:
+        """Computes prompts for another process: for each sample a frame of bytes, which `resumed`
+        goes on from, as soon as it is done (see `remote`)."""
+        return remote.prefilled(self, paired(prompts, sampling_params))
+
+    def resumed(self, frames: Iterable[bytes]) -> Iterator[tuple[int, RequestOutput]]:
+        """Goes on with frames of another process's `prefilled`: (number of the request there, its
+        result), as they finish. Raises ValueError for a frame that does not belong here."""
+        return remote.resumed(self, frames)
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """What a request's state depends on besides its prompt, for another process to compare.
+        Raises ValueError for weights that came from no folder."""
+        if self._path is None:
+            raise ValueError("identity: a model in memory has none; give the checkpoint's path")
+        return build.identity(self._path, self.model.setup, self._loop.options)
 
     def score(self, prompts: Prompt | Sequence[Prompt]) -> list[PromptScore]:
         """Log-probability of every prompt token given those before it: raw model, full replay.
@@ -329,41 +349,33 @@ class LLM:
         samples = []
         for index in range(params.n):
             key = noise.request_key(params.seed, self._seed, number, index)
-            sample = Sample.new(
-                self._numbers,
-                request,
-                index,
-                params,
-                key,
-                context=context,
-                eos=cfg.eos_token_id,
-                tokenizer=self.tokenizer,
-            )
-            self._numbers += 1
-            request.outputs.append(sample.output)
+            sample = self._sample(request, index, params, key)
+            samples.append(sample)
             if error is not None:
                 sample.fail(error)
-                continue
-            samples.append(sample)
-            self._loop.add(sample)
+            else:
+                self._loop.add(sample)
         return samples
+
+    def _sample(
+        self, request: RequestOutput, index: int, params: SamplingParams, key: Any
+    ) -> Sample:
+        sample = Sample.new(
+            self._numbers,
+            request,
+            index,
+            params,
+            key,
+            context=self._loop.context,
+            eos=self.model.cfg.eos_token_id,
+            tokenizer=self.tokenizer,
+        )
+        self._numbers += 1
+        request.outputs.append(sample.output)
+        return sample
 
     def _tokenizer(self) -> Tokenizer | None:
         cfg = self.model.cfg
         if not self.model.tokenizer.is_file():
             return None
         return Tokenizer(self.model.tokenizer.parent, cfg.bos_token_id, cfg.eos_token_id)
-
-
-def _block(speculate: int | str | None, cfg: Any) -> int:
-    """Draft tokens a step. Raises ValueError for more than the drafter was trained for."""
-    trained = cfg.dspark_block_size if cfg.has_draft else 0
-    if speculate is None or speculate == "adaptive":
-        return trained
-    if isinstance(speculate, bool) or not isinstance(speculate, int) or speculate < 0:
-        raise ValueError(f"speculate = {speculate!r}; expected None, 'adaptive' or 0..{trained}")
-    if speculate > trained:
-        raise ValueError(
-            f"speculate = {speculate}; this checkpoint's drafter was trained for {trained} tokens"
-        )
-    return speculate

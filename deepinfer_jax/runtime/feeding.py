@@ -18,7 +18,7 @@ from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.plans import Chunk
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_state import RowParams
-from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, reach
+from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, look_back, reach
 
 
 @dataclasses.dataclass
@@ -58,6 +58,9 @@ class Desk:
             count=blank.copy(),
             last=np.zeros(groups, np.bool_),
             prompt=blank.copy(),
+            begin=blank.copy(),
+            own=blank.copy(),
+            before=np.full((groups, look_back(self.cfg)), -1, np.int32),
             following=np.full((groups, width), -1, np.int32),
             pages=np.full((groups, self.per_slot), -1, np.int32),
             forced=np.full(groups, -1, np.int32),
@@ -74,6 +77,9 @@ class Desk:
             given.slot[place], given.start[place] = chunk.slot, chunk.start
             given.count[place], given.last[place] = chunk.count, chunk.last
             given.prompt[place] = len(sample.prompt)
+            given.begin[place], given.own[place] = sample.begin, sample.own
+            earlier = tokens[max(chunk.start - given.before.shape[1], 0) : chunk.start]
+            given.before[place, given.before.shape[1] - len(earlier) :] = earlier
             given.pages[place] = table[chunk.slot]
             if chunk.last:
                 given.forced[place] = next(iter(sample.forced_from(len(tokens))), -1)

@@ -72,6 +72,8 @@ class Grammars:
                 self._held[sample.number] = grammar
                 if grammar.host is not None and self._compiler is not None:
                     sample.matcher = HostMatcher(grammar, self._compiler.vocabulary)
+                    for token in sample.output.token_ids:  # of one that was begun elsewhere
+                        sample.matcher.accept(token)
             except PoolFullError as full:
                 if not self._held:
                     yield sample, str(full)

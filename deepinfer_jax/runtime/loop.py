@@ -23,9 +23,10 @@ from deepinfer_jax.runtime.feeding import Desk, decoder_rows
 from deepinfer_jax.runtime.grammars import Grammars
 from deepinfer_jax.runtime.pages import PAGE, Pages
 from deepinfer_jax.runtime.plans import Act, Chunk, Move, Outcome, Policy, Step
-from deepinfer_jax.runtime.prefix import PrefixCache, PrefixPolicy
-from deepinfer_jax.runtime.programs import Programs
-from deepinfer_jax.runtime.requests import Sample
+from deepinfer_jax.runtime.prefix import PrefixCache, ready
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
+from deepinfer_jax.runtime.programs import Programs, leaving
+from deepinfer_jax.runtime.requests import Handed, Sample
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
 from deepinfer_jax.runtime.scheduler import Scheduler
 from deepinfer_jax.runtime.step_types import Options, StepOutput
@@ -48,7 +49,8 @@ class Loop:
     policy: shapes and fairness. context: most tokens of a request. adaptive: drafts are verified as
     far as `costs` (seconds of a decode step by (groups, rows)) say that it pays, else all of them.
     counts: gets the experts that each step's tokens went to. dispatched: steps so far, by kind,
-    groups and rows (of a prefill: sequences and width).
+    groups and rows (of a prefill: sequences and width). ready: samples whose prompt is done, for
+    `give`, where the policy does not decode.
     """
 
     def __init__(
@@ -94,7 +96,11 @@ class Loop:
         if self._prefix_policy is not None:
             if self.prefix is None:
                 self.prefix = PrefixCache(
-                    self._prefix_policy, self._identity, self._copy_pages, self._like()
+                    self._prefix_policy,
+                    self._identity,
+                    self._copy_pages,
+                    states.cached_like(self.state),
+                    wait=self.programs.everywhere,  # what has arrived is not the same everywhere
                 )
             self.prefix.use(self.pages)
         self.scheduler = Scheduler(self.policy, self.pages, self.prefix)
@@ -102,6 +108,8 @@ class Loop:
         self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
         self._samples = {}
         self._saved: dict[int, Any] = {}
+        self._handed: dict[int, Handed] = {}
+        self.ready: collections.deque[Sample] = collections.deque()
         self.confidences = speculation.Confidences()
         self._flights: collections.deque[Flight] = collections.deque()
 
@@ -117,12 +125,6 @@ class Loop:
     def empty_state(self) -> states.State:
         """The state of free slots."""
         return self.programs.empty(self.policy.slots, self.pages.total)
-
-    def _like(self) -> Any:
-        """(content of a page, rings of a slot) as shapes."""
-        slot, pages = (jax.ShapeDtypeStruct(shape, np.int32) for shape in ((), (1,)))
-        content = jax.eval_shape(states.take_pages, self.state, pages)[0]
-        return content, jax.eval_shape(states.take_rings, self.state, slot)
 
     def _copy_pages(self, pages: Sequence[int]) -> list[Any]:
         return self.programs.take_pages(self.state, pages)
@@ -142,20 +144,46 @@ class Loop:
             sample.end("abort")
             self._forget(sample)
 
-    def turn(self) -> None:
-        """One round: dispatch what can be planned, then read the step before it."""
+    def give(self, sample: Sample) -> Handed:
+        """Lets go of a sample of `ready`; its state is copied before anybody writes over it."""
+        slot, held = self.scheduler.give(sample.number)
+        saved = self.programs.take(self.state, slot, self._row(held))
+        ahead = self.confidences.ahead(sample.number)
+        self._let_go(sample)
+        return Handed(sample, saved, len(held), ahead)
+
+    def receive(self, handed: Handed) -> None:
+        """Goes on with a sample that another loop has begun."""
+        number = handed.sample.number
+        self._handed[number] = handed
+        if handed.ahead is not None:
+            self.confidences.read(number, handed.ahead, verified=False)
+        self.add(handed.sample)
+
+    @property
+    def accepts(self) -> bool:
+        """Whether a slot is free for one more sample to be received."""
+        return len(self._handed) < self.scheduler.idle
+
+    def turn(self, wait: bool = True) -> None:
+        """One round: dispatch what can be planned, then read the step before it.
+
+        wait: else results that are not there yet are left for a later round, and at most two steps
+        are in flight.
+        """
         if self.programs.everywhere:  # which grammar compiles first is not the same everywhere
             self.grammars.settle()
         for sample, error in self.grammars.ready():
             self._enqueue(sample) if error is None else self._drop(sample, error)
         if self.prefix is not None:
             self.prefix.settle()
-        step = self.scheduler.plan()
+        step = self.scheduler.plan() if wait or len(self._flights) < 2 else None
         if step is not None:
             self._flights.append(self._dispatch(step))
         if self._flights and (len(self._flights) > 1 or step is None):
-            self._consume(self._flights.popleft())
-        elif step is None and len(self.grammars):
+            if wait or ready(self._flights[0].output):
+                self._consume(self._flights.popleft())
+        elif step is None and wait and len(self.grammars):
             self.grammars.wait()  # nothing else to do
 
     def drain(self) -> None:
@@ -173,16 +201,19 @@ class Loop:
 
     def _enqueue(self, sample: Sample) -> None:
         kind = SCORE if sample.params.prompt_logprobs is not None else ""
-        new = sample.limit - len(sample.prompt)
+        alone, handed = sample.matcher is not None, self._handed.get(sample.number)
+        tokens = len(sample.prompt if handed is None else sample.tokens)
+        new = sample.limit - tokens
         try:
-            self.scheduler.add(
-                sample.number, len(sample.prompt), new, kind, alone=sample.matcher is not None
-            )
+            if handed is None:
+                self.scheduler.add(sample.number, tokens, new, kind, alone)
+            else:
+                self.scheduler.resume(sample.number, tokens, new, handed.pages, kind, alone)
         except ValueError as error:
             self._drop(sample, str(error))
             return
         setup, computed = self.programs.setup, kind or self.capture or sample.routes is not None
-        if self.prefix is not None and not computed:
+        if self.prefix is not None and handed is None and not computed:
             # Of the decoder half, bounded replay computes the last rows anew in any case.
             keep = 1 if setup.numerics.replay == "full" else setup.cfg.replay_keep
             self.prefix.know(sample.number, sample.prompt, len(sample.prompt) - keep)
@@ -208,22 +239,29 @@ class Loop:
         return Flight(step, samples, places, output)
 
     def _move(self, move: Move) -> None:
-        sample = self._samples[move.request]
-        pages = np.full(self.pages.per_slot, -1, np.int32)
-        pages[: len(move.pages)] = move.pages
+        sample, pages = self._samples[move.request], self._row(move.pages)
         if move.act is Act.ADMIT:
             self._admit(sample, move.slot)
         elif move.act is Act.OFFLOAD:
-            self._saved[sample.number] = self.programs.take(self.state, move.slot, pages)
+            self._saved[sample.number] = leaving(self.programs.take(self.state, move.slot, pages))
             sample.metrics.preemptions += 1
         elif move.act is Act.RESTORE:
-            saved = jax.device_get(self._saved.pop(sample.number))
+            handed = self._handed.pop(sample.number, None)
+            if handed is None:
+                saved = jax.device_get(self._saved.pop(sample.number))
+            else:  # its grammar may lie elsewhere in this loop's pool
+                saved = states.with_grammar(handed.saved, sample.grammar_row)
             self.state = self.programs.put(self.state, move.slot, pages, saved)
             self.desk.occupy(sample, move.slot)
         else:
             # All but where it is in its grammar is computed again from its tokens.
             self._saved[sample.number] = self.programs.grammar(self.state, move.slot)
             sample.metrics.preemptions += 1
+
+    def _row(self, held: Sequence[int]) -> np.ndarray:
+        pages = np.full(self.pages.per_slot, -1, np.int32)
+        pages[: len(held)] = held
+        return pages
 
     def _admit(self, sample: Sample, slot: int) -> None:
         vocab = self.programs.setup.cfg.vocab_size
@@ -234,13 +272,17 @@ class Loop:
         begin = self.grammars.start(sample) if begin is None else jax.device_get(begin)
         found = None if self.prefix is None else self.prefix.arrival(sample.number)
         seen = np.zeros(vocab, np.bool_)
+        sample.begin = sample.own = 0
         if found is not None:
-            seen[sample.prompt[: found.tokens]] = True
+            seen[sample.prompt[: found.start]] = True
         self.state = self.programs.admit(self.state, slot, bias, stop, seen, begin)
         if found is not None:
             self.state = self.programs.put_pages(self.state, found.loads)
-            self.state = self.programs.put_rings(self.state, slot, found.state)
-            sample.metrics.cached_tokens += found.tokens
+            if found.state is None:
+                sample.begin, sample.own = found.start, found.shared
+            else:
+                self.state = self.programs.put_rings(self.state, slot, found.state)
+            sample.metrics.cached_tokens += found.start
         self.desk.occupy(sample, slot)
 
     def options_for(self, samples: tuple[Sample, ...], score: bool) -> Options:
@@ -265,7 +307,9 @@ class Loop:
             for _, chunk, _ in work:
                 end = chunk.start + chunk.count
                 if self.prefix.wanted(chunk.request, end):
-                    rings = self.programs.take_rings(self.state, chunk.slot)
+                    rings = None
+                    if self.prefix.policy.states:
+                        rings = self.programs.take_rings(self.state, chunk.slot)
                     self.prefix.reached(chunk.request, chunk.slot, end, rings)
         return output
 
@@ -301,7 +345,7 @@ class Loop:
             found = jax.device_get(flight.output)
             groups = list(zip(flight.places, flight.step.work, flight.samples, strict=True))
             if self.counts is not None and "routes" in found.captured:
-                self._count(groups, found, self.counts)
+                reading.count_experts(self.programs.setup, groups, found, self.counts)
                 kept = {name: found.captured[name] for name in self.capture}
                 found = dataclasses.replace(found, captured=kept)
             for place, item, sample in groups:
@@ -315,46 +359,32 @@ class Loop:
         for number, outcome in outcomes.items():
             if outcome.finished:
                 self._forget(self._samples[number])
-
-    def _count(self, groups: Any, found: StepOutput, counts: Counts) -> None:
-        """Adds the experts that a step's rows went to."""
-        cfg, numerics = self.programs.setup.cfg, self.programs.setup.numerics
-        halves: dict[str, dict[int, Any]] = {"encoder": {}, "decoder": {}}
-        for layer, chosen in found.captured["routes"].items():
-            halves["encoder" if layer < cfg.decoder_start else "decoder"][layer] = chosen
-        for half, routes in halves.items():
-            counts.add(routes, reading.used_rows(cfg, numerics, half, groups, found))
+            elif not self.policy.decodes:
+                self.ready.append(self._samples[number])
 
     def _read_extras(
         self, sample: Sample, chunk: Chunk | None, found: StepOutput, place: int
     ) -> None:
         """All but the tokens."""
         setup = self.programs.setup
-        if chunk is not None:
-            reading.read_prompt(sample, chunk, found, place)
-        else:
-            reading.read_drafts(sample, found, place, self.calibration)
+        reading.read_extras(setup, sample, chunk, found, place, self.calibration)
         if chunk is None or chunk.last:
             later = any(sample in flight.samples for flight in self._flights)
             self.confidences.read(sample.number, found.ahead[place], verified=later)
-        if found.captured:
-            score = sample.params.prompt_logprobs is not None
-            first = None
-            if chunk is not None:
-                first = reading.first_rows(
-                    setup.cfg, setup.numerics, chunk, len(sample.prompt), score
-                )
-            reading.read_captures(sample, found, place, chunk, first)
 
     def _drop(self, sample: Sample, message: str) -> None:
         sample.fail(message)
         self._forget(sample)
 
     def _forget(self, sample: Sample) -> None:
+        self._let_go(sample)
+        sample.close()
+
+    def _let_go(self, sample: Sample) -> None:
         del self._samples[sample.number]
         self._saved.pop(sample.number, None)
+        self._handed.pop(sample.number, None)
         self.confidences.forget(sample.number)
         if self.prefix is not None:
             self.prefix.forget(sample.number)
         self.grammars.release(sample)
-        sample.close()

@@ -80,6 +80,7 @@ class RequestMetrics:
     """Seconds on one monotonic clock, and counts, of one request (all its samples together).
 
     verified_rows and accepted_rows count draft rows only: a step without drafts adds to neither.
+    recomputed: samples whose state came damaged from another process.
     """
 
     arrival: float = 0.0
@@ -93,6 +94,7 @@ class RequestMetrics:
     verified_rows: int = 0
     accepted_rows: int = 0
     preemptions: int = 0
+    recomputed: int = 0
     drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
     @property

@@ -64,6 +64,10 @@ class Pages:
         """Which run a slot belongs to."""
         return slot * self.shards // self.slots
 
+    def home(self, page: int) -> int:
+        """Which run a page belongs to."""
+        return page * self.shards // self.total
+
     def room(self, slot: int) -> int:
         """Pages that nobody holds and that the slot could have."""
         shard = self.shard(slot)
@@ -145,7 +149,7 @@ class Pages:
     def forget(self, page: int) -> None:
         """Take the mark back."""
         self._kept.discard(page)
-        shard = self._home(page)
+        shard = self.home(page)
         if page in self._spare[shard]:
             del self._spare[shard][page]
             self._free[shard].append(page)
@@ -153,7 +157,7 @@ class Pages:
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to each page. Raises ValueError for a free page that is not kept."""
         for page in pages:
-            spare = self._spare[self._home(page)]
+            spare = self._spare[self.home(page)]
             if self._references[page] == 0 and page not in spare:
                 raise ValueError(f"page {page} is free: only a held or kept page can be shared")
             spare.pop(page, None)
@@ -166,14 +170,11 @@ class Pages:
                 raise ValueError(f"page {page} is free already")
             self._references[page] -= 1
             if self._references[page] == 0:
-                shard = self._home(page)
+                shard = self.home(page)
                 if page in self._kept:
                     self._spare[shard][page] = None
                 else:
                     self._free[shard].append(page)
-
-    def _home(self, page: int) -> int:
-        return page * self.shards // self.total
 
     def evict(self, shard: int, count: int | None = None) -> None:
         """Free the `count` kept pages of a shard that are longest unheld (None: all of them)."""

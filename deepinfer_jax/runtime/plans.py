@@ -12,6 +12,7 @@ class Policy:
     width) of the prefill programs. block: most draft rows a slot in a decode step.
     prefill_burst, decode_burst: steps of one kind in a row while the other kind has work.
     host_pages: room for preempted requests, in pages; state_pages: what a slot's own state costs.
+    decodes: False where requests are taken elsewhere when their prompt is done.
     """
 
     slots: int
@@ -22,6 +23,7 @@ class Policy:
     decode_burst: int = 4
     host_pages: int = 0
     state_pages: int = 1
+    decodes: bool = True
 
     def __post_init__(self):
         if self.slots < 1 or self.block < 0 or min(self.prefill_burst, self.decode_burst) < 1:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
-from deepinfer_jax.model import context, dspark, transformer
+from deepinfer_jax.model import context, dspark, engram_hash, transformer
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.head import head_logits
@@ -63,15 +63,20 @@ def prefill_chunk(
         slot=slot,
         pages=inputs.pages,
         floor=jnp.zeros_like(floor) if whole else floor,
+        begin=inputs.begin,
+        own=inputs.own,
     )
     rows = context.split(every, setup.layout, setup.phase)
     state = dataclasses.replace(state, tables=_count_prompt(state.tables, every, inputs))
+    cache = state.cache
+    if cfg.engram_layer_ids:
+        cache = engram_hash.remember(weights.token_map, every, cache, inputs.before)
     keep = tail if not whole and replay == "compact" else None
     recorder = Capture(options.capture)
     routes = None
     if inputs.routes is not None:
         routes = context.part(rows, inputs.routes.reshape(-1, *inputs.routes.shape[2:]))
-    trunk = transformer.trunk(setup, weights, rows, state.cache, recorder, keep=keep, routes=routes)
+    trunk = transformer.trunk(setup, weights, rows, cache, recorder, keep=keep, routes=routes)
     state = dataclasses.replace(state, cache=trunk.cache)
     last = inputs.last & (every.count > 0)
     position = every.start + every.count

@@ -9,91 +9,35 @@ Pages alone are not enough to go on from: a slot also remembers window rings. So
 `state`, the rings at the end of their page, and a prefix is used up to the last page with one. From
 there prefill gives the bits that it gives from the beginning (`Numerics.invariant`). States are
 taken at a prompt's last whole pages, after every `every` pages, and where a prompt leaves pages
-known from another one, which is where a third will leave them too; chunks end there.
+known from another one, which is where a third will leave them too; chunks end there. By choice
+(`PrefixPolicy.restore`) rings are rebuilt where no state is: the last tokens of the prefix are
+computed again without writing pages, and pages are then known after any chunk.
 A request whose prefix another one is computing right now waits for it.
 
 Tiers: a page lies on the device until its room is needed, then on the host up to `host_bytes`,
-then in files (`prefix_files.py`), then nowhere. What copies from the device is handed in.
+then in files (`prefix_files.py`), then nowhere. What copies from the device is handed in. Over
+several devices a page can lie in several shards; a request of a shard without it gets a copy.
 """
 
 import collections
-import dataclasses
 import hashlib
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
 from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.prefix_files import Files
+from deepinfer_jax.runtime.prefix_types import Arrival, Counts, Known, Match, Node, PrefixPolicy
 
 KEY_BYTES = 16
-
-
-@dataclasses.dataclass(frozen=True)
-class PrefixPolicy:
-    """every: pages from one state to the next. states: most states kept (1.4 MB each at released
-    size). host_bytes: for pages that left the device. folder: for those that left the host, or
-    None; disk_bytes: their room."""
-
-    every: int = 8
-    states: int = 256
-    host_bytes: int = 4 * 2**30
-    folder: Path | None = None
-    disk_bytes: int = 64 * 2**30
-
-    def __post_init__(self):
-        if self.every < 1 or self.states < 1 or min(self.host_bytes, self.disk_bytes) < 0:
-            raise ValueError(f"prefix cache: every and states at least 1, bytes at least 0: {self}")
-
-
-class Arrival(NamedTuple):
-    """What a request starts from: tokens not to be computed, rings, (page, content) to write."""
-
-    tokens: int
-    state: Any
-    loads: list[tuple[int, Any]]
-
-
-@dataclasses.dataclass
-class Counts:
-    """Requests that looked, requests that found something, tokens asked for and found, damaged
-    files met."""
-
-    requests: int = 0
-    hits: int = 0
-    tokens: int = 0
-    found: int = 0
-    damaged: int = 0
-
-
-@dataclasses.dataclass(eq=False)
-class Node:
-    """A page by key. page: its number on the device; saved: its content on the host; state: rings
-    at its end."""
-
-    key: bytes
-    page: int | None = None
-    saved: Any = None
-    state: Any = None
-
-
-@dataclasses.dataclass(eq=False)
-class Known:
-    """A request's prefix. most: pages that it may start after; stops: pages whose states it is to
-    leave behind; seen: (version, depth) of the last look."""
-
-    keys: list[bytes]
-    most: int
-    stops: set[int] = dataclasses.field(default_factory=set)
-    seen: tuple[int, int] = (-1, 0)
 
 
 class PrefixCache:
     """identity: of weights, numerics and drafter. copy_pages: the content of pages, each a tree of
     arrays that may still be on their way. like: (content of a page, state) as shapes, for files.
+    wait: `settle` waits for what is on its way, so that several processes see the same.
     """
 
     def __init__(
@@ -102,9 +46,12 @@ class PrefixCache:
         identity: bytes,
         copy_pages: Callable[[Sequence[int]], list[Any]],
         like: Any,
+        wait: bool = False,
     ):
         self.policy, self.counts = policy, Counts()
-        self._identity, self._copy_pages = identity, copy_pages
+        if policy.restore == "replay":  # its pages are not those of exact rings
+            identity += f"replay {policy.replay}".encode()
+        self._identity, self._copy_pages, self._wait = identity, copy_pages, wait
         name = hashlib.blake2b(identity, digest_size=KEY_BYTES).hexdigest()
         folder = None if policy.folder is None else policy.folder / name
         self._files = Files(folder, policy.disk_bytes, like)
@@ -126,7 +73,7 @@ class PrefixCache:
         self._pending.clear()
         self._arrivals.clear()
         for node in list(self._nodes.values()):
-            node.page = None
+            node.pages.clear()
             self._drop_if_nowhere(node)
         self._version += 1
 
@@ -147,20 +94,21 @@ class PrefixCache:
         self._known.pop(request, None)
 
     def found(self, request: int) -> int:
-        """Tokens that a request could skip now."""
-        known = self._known.get(request)
-        if known is None:
-            return 0
-        if known.seen[0] != self._version:
-            known.seen = self._version, self._match(known)
-        return known.seen[1] * self._pages.page
+        """Tokens that a request need not compute now."""
+        return self._look(request).start
+
+    def local(self, request: int, shard: int) -> int:
+        """Pages of what a request would find that lie in a shard."""
+        depth = self._look(request).depth
+        keys = self._known[request].keys[:depth] if depth else []
+        return sum(key in self._nodes and shard in self._nodes[key].pages for key in keys)
 
     def waits(self, request: int) -> bool:
         """Whether somebody is computing more of a request's prefix than it would find now."""
         known = self._known.get(request)
         if known is None or not self._pending:
             return False
-        depth = self.found(request) // self._pages.page
+        depth = self._look(request).depth
         return any(
             self._pending.get(key, request) != request for key in known.keys[depth : known.most]
         )
@@ -173,32 +121,36 @@ class PrefixCache:
         known = self._known.get(request)
         if known is None:
             return 0
-        depth = self._match(known)
+        depth, start = self._match(known)
         while not all(self._at_hand(key) for key in known.keys[:depth]):
-            depth = self._match(known)  # a damaged file: less is found
-        nodes = [self._nodes[key] for key in known.keys[:depth]]
-        held = [node.page for node in nodes if node.page is not None]
+            depth, start = self._match(known)  # a damaged file: less is found
+        nodes, shard = [self._nodes[key] for key in known.keys[:depth]], self._pages.shard(slot)
+        held = [node.pages[shard] for node in nodes if shard in node.pages]
         self._pages.retain(held)  # making room for the others must not take these
+        contents = self._contents([node for node in nodes if shard not in node.pages])
         loads = []
         for node in nodes:
-            if node.page is not None:
-                self._pages.adopt(slot, [node.page])
+            if shard in node.pages:
+                self._pages.adopt(slot, [node.pages[shard]])
             else:
                 size = (self._pages.held(slot) + 1) * self._pages.page
                 if not self._pages.grow(slot, size):
                     raise RuntimeError(f"slot {slot}: no page for a found prefix")
-                self._place(node, self._pages.row(slot)[-1])
-                loads.append((node.page, node.saved))
+                page = self._pages.row(slot)[-1]
+                self._place(node, page)
+                loads.append((page, contents[node.key]))
             self._touch(node)
         self._pages.release(held)
-        tokens = depth * self._pages.page
         if depth:
-            self._arrivals[request] = Arrival(tokens, nodes[-1].state, loads)
+            shared = depth * self._pages.page
+            state = nodes[-1].state if start == shared else None
+            self._arrivals[request] = Arrival(start, shared, state, loads)
             self.counts.hits += 1
-            self.counts.found += tokens
+            self.counts.found += start
+            self.counts.replayed += shared - start
             self._trim_states()  # files may have brought some
         self._plan_stops(request, known, depth)
-        return tokens
+        return start
 
     def arrival(self, request: int) -> Arrival | None:
         """What a request that has just entered starts from; None: from nothing."""
@@ -207,26 +159,32 @@ class PrefixCache:
     def stop(self, request: int, start: int, end: int) -> int:
         """Where a chunk [start, end) is to end, at a place whose state is wanted."""
         known = self._known.get(request)
+        if known is None or not self.policy.states:
+            return end
         size = self._pages.page
-        stops = [] if known is None else [n * size for n in known.stops if start < n * size < end]
-        return min(stops, default=end)
+        return min((n * size for n in known.stops if start < n * size < end), default=end)
 
     def wanted(self, request: int, end: int) -> bool:
-        """Whether the state after `end` tokens of a request is to be handed to `reached`."""
+        """Whether the state after `end` tokens of a request is to be handed to `reached`; without
+        states, whether `reached` is to be told."""
         known, (depth, rest) = self._known.get(request), divmod(end, self._pages.page)
-        return known is not None and not rest and depth in known.stops
+        if known is None or not self.policy.states:
+            return known is not None and any(n <= depth for n in known.stops)
+        return not rest and depth in known.stops
 
     def reached(self, request: int, slot: int, end: int, state: Any) -> None:
-        """A dispatched chunk ends at a wanted place; state: the slot's rings there."""
+        """A dispatched chunk ends at a wanted place; state: the slot's rings there, or None."""
         known, depth = self._known[request], end // self._pages.page
+        shard = self._pages.shard(slot)
         for key, page in zip(known.keys[:depth], self._pages.row(slot), strict=False):
             node = self._nodes.setdefault(key, Node(key))
-            if node.page is None:
+            if shard not in node.pages:
                 self._place(node, page)
-        node = self._nodes[known.keys[depth - 1]]
-        known.stops.discard(depth)
-        self._pending.pop(node.key, None)
-        if node.state is None:
+        for n in [n for n in known.stops if n <= depth]:
+            known.stops.discard(n)
+            self._pending.pop(known.keys[n - 1], None)
+        node = self._nodes[known.keys[min(depth, len(known.keys)) - 1]]
+        if node.state is None and state is not None:
             node.state = state
             self._states[node.key] = node
             self._coming.append(node)
@@ -243,12 +201,12 @@ class PrefixCache:
         self._arrivals.pop(request, None)
 
     def settle(self) -> None:
-        """Move what has arrived to host memory; called between steps, waits for nothing."""
-        while self._coming and _ready((self._coming[0].saved, self._coming[0].state)):
+        """Move what has arrived to host memory; called between steps."""
+        while self._coming and (self._wait or _arrived(self._coming[0])):
             self._arrive(self._coming.popleft())
         while self._host_used > self.policy.host_bytes:
             node = next(iter(self._host.values()))
-            if node.page is None:
+            if not node.pages:
                 self._files.write(node.key, node.saved, node.state)
             self._leave_host(node)
             self._drop_if_nowhere(node)
@@ -269,17 +227,36 @@ class PrefixCache:
             self._host[node.key] = node
             self._host_used += _bytes(node.saved)
 
-    def _match(self, known: Known) -> int:
-        """Pages up to the last one with a state, of the pages that are there one after another."""
-        best = 0
+    def _look(self, request: int) -> Match:
+        known = self._known.get(request)
+        if known is None:
+            return Match()
+        if known.seen[0] != self._version:
+            known.seen = self._version, self._match(known)
+        return known.seen[1]
+
+    def _match(self, known: Known) -> Match:
+        """Pages up to the last one with a state, of the pages that are there one after another; or
+        up to the last one, if rebuilding its rings leaves less to compute."""
+        best = here = 0
         for depth, key in enumerate(known.keys[: known.most], 1):
             if not self._is_here(key):
                 break
-            node = self._nodes.get(key)
+            here, node = depth, self._nodes.get(key)
             has_state = node is not None and node.state is not None
             if has_state or self._files.has_state(key):
                 best = depth
-        return best
+        page, again = self._pages.page, self.policy.replay
+        if self.policy.restore == "replay" and here * page - again > best * page:
+            return Match(here, here * page - again)
+        return Match(best, best * page)
+
+    def _contents(self, nodes: list[Node]) -> dict[bytes, Any]:
+        """What is in pages: from the host, or else from some shard that has them."""
+        away = [node for node in nodes if node.saved is None]
+        copies = self._copy_pages([next(iter(node.pages.values())) for node in away])
+        found = {node.key: node.saved for node in nodes}
+        return found | {node.key: copy for node, copy in zip(away, copies, strict=True)}
 
     def _is_here(self, key: bytes) -> bool:
         return key in self._nodes or key in self._files
@@ -297,7 +274,7 @@ class PrefixCache:
             return False
         node = self._nodes.setdefault(key, Node(key))
         saved, state = read
-        if node.page is None and node.saved is None:
+        if not node.pages and node.saved is None:
             node.saved = saved
             self._host[key] = node
             self._host_used += _bytes(saved)
@@ -323,7 +300,7 @@ class PrefixCache:
             self._version += 1
 
     def _place(self, node: Node, page: int) -> None:
-        node.page = page
+        node.pages[self._pages.home(page)] = page
         self._by_page[page] = node
         self._pages.keep(page)
 
@@ -335,15 +312,16 @@ class PrefixCache:
     def _evicted(self, pages: list[int]) -> None:
         """The pool gives these pages to somebody else."""
         nodes = [self._by_page.pop(page) for page in pages]
+        for page, node in zip(pages, nodes, strict=True):
+            del node.pages[self._pages.home(page)]
         if self.policy.host_bytes:
-            going = [node for node in nodes if node.saved is None]
-            places = [node.page for node in going if node.page is not None]
-            contents = self._copy_pages(places) if places else []
-            for node, content in zip(going, contents, strict=True):
+            gone = zip(pages, nodes, strict=True)
+            last = [(page, node) for page, node in gone if node.saved is None and not node.pages]
+            contents = self._copy_pages([page for page, _ in last])
+            for (_, node), content in zip(last, contents, strict=True):
                 node.saved = content
                 self._coming.append(node)
         for node in nodes:
-            node.page = None
             self._drop_if_nowhere(node)
         self._version += 1
 
@@ -353,15 +331,20 @@ class PrefixCache:
         node.saved = None
 
     def _drop_if_nowhere(self, node: Node) -> None:
-        if node.page is None and node.saved is None:
+        if not node.pages and node.saved is None:
             self._nodes.pop(node.key, None)
             self._states.pop(node.key, None)
             self._version += 1
 
 
-def _ready(tree: Any) -> bool:
+def ready(tree: Any) -> bool:
+    """Whether every array that a device computes is there."""
     arrays: list[Any] = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
     return all(array.is_ready() for array in arrays)
+
+
+def _arrived(node: Node) -> bool:
+    return ready((node.saved, node.state))
 
 
 def _bytes(tree: Any) -> int:

@@ -18,7 +18,6 @@ from deepinfer_jax.model.compile import jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import groups, shards
-from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 from deepinfer_jax.structured import GrammarState, Pool
@@ -31,11 +30,10 @@ _admit = jit(shards.admit, static_argnums=0, donate_argnums=1)
 _put = jit(shards.put, static_argnums=0, donate_argnums=1)
 _take = jit(shards.take, static_argnums=0)
 _grammar = jit(shards.grammar_of, static_argnums=0)
-# On one device only: the prefix cache's.
-_take_rings = jit(states.take_rings)
-_put_rings = jit(states.put_rings, donate_argnums=0)
-_take_pages = jit(states.take_pages)
-_put_pages = jit(states.put_pages, donate_argnums=0)
+_take_rings = jit(shards.take_rings, static_argnums=0)
+_put_rings = jit(shards.put_rings, static_argnums=0, donate_argnums=1)
+_take_pages = jit(shards.take_pages, static_argnums=0)
+_put_pages = jit(shards.put_pages, static_argnums=0, donate_argnums=1)
 
 PAGES_A_CALL = 8  # of a copy between device and host
 
@@ -88,6 +86,11 @@ class Programs:
         """Host arrays with a leading axis of slots, where the state's are."""
         return jax.device_put(held, shards.home(self.setup.layout, self.weights.norm))
 
+    def spread(self, held: Any) -> Any:
+        """Arrays whole on every device of the group, wherever they are; over several processes
+        each gives a program its own copy."""
+        return held if self.everywhere else jax.device_put(held, self.whole)
+
     def prefill(
         self,
         tail: int,
@@ -115,30 +118,30 @@ class Programs:
         return _admit(self.setup.layout, held, np.int32(slot), bias, stop, seen, grammar)
 
     def take(self, held: State, slot: int, pages: Any) -> Any:
-        """See `state.take`; copies to the host start at once."""
-        return _leaving(_take(self.setup.layout, held, np.int32(slot), pages))
+        """See `state.take`."""
+        return _take(self.setup.layout, held, np.int32(slot), pages)
 
     def put(self, held: State, slot: int, pages: Any, saved: Any) -> State:
-        """See `state.put`; `held` is donated."""
-        return _put(self.setup.layout, held, np.int32(slot), pages, saved)
+        """See `state.put`; `held` is donated. saved: on the host, or on any devices."""
+        return _put(self.setup.layout, held, np.int32(slot), pages, self.spread(saved))
 
     def grammar(self, held: State, slot: int) -> GrammarState:
         """Where a slot is in its grammar; the copy to the host starts at once."""
-        return _leaving(_grammar(self.setup.layout, held, np.int32(slot)))
+        return leaving(_grammar(self.setup.layout, held, np.int32(slot)))
 
     def take_rings(self, held: State, slot: int) -> Any:
         """See `state.take_rings`; the copy to the host starts at once."""
-        return _leaving(_take_rings(held, np.int32(slot)))
+        return leaving(_take_rings(self.setup.layout, held, np.int32(slot)))
 
     def put_rings(self, held: State, slot: int, rings: Any) -> State:
         """See `state.put_rings`; `held` is donated."""
-        return _put_rings(held, np.int32(slot), self.place(rings))
+        return _put_rings(self.setup.layout, held, np.int32(slot), self.spread(rings))
 
     def take_pages(self, held: State, pages: Sequence[int]) -> list[Any]:
         """The content of each page; the copies to the host start at once."""
         found = []
         for part in itertools.batched(pages, PAGES_A_CALL):
-            found += _leaving(_take_pages(held, _padded(part)))[: len(part)]
+            found += leaving(_take_pages(self.setup.layout, held, _padded(part)))[: len(part)]
         return found
 
     def put_pages(self, held: State, loads: Sequence[tuple[int, Any]]) -> State:
@@ -147,7 +150,8 @@ class Programs:
             contents = jax.device_get([content for _, content in part])
             contents += contents[:1] * (PAGES_A_CALL - len(part))
             stacked = jax.tree.map(lambda *rows: np.stack(rows), *contents)
-            held = _put_pages(held, _padded([page for page, _ in part]), self.place(stacked))
+            places = _padded([page for page, _ in part])
+            held = _put_pages(self.setup.layout, held, places, self.spread(stacked))
         return held
 
 
@@ -157,7 +161,8 @@ def _padded(pages: Sequence[int]) -> np.ndarray:
     return padded
 
 
-def _leaving(saved: Any) -> Any:
+def leaving(saved: Any) -> Any:
+    """The same arrays, whose copies to the host start at once."""
     jax.tree.map(lambda leaf: leaf.copy_to_host_async(), saved)
     return saved
 

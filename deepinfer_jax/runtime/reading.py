@@ -5,8 +5,11 @@ skipped by the caller; what the device computed beyond a sample's end is dropped
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.runtime.experts import Counts
 from deepinfer_jax.runtime.plans import Chunk, Turn
 from deepinfer_jax.runtime.requests import Sample, entry
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
@@ -36,6 +39,37 @@ def read_tokens(sample: Sample, found: StepOutput, place: int) -> tuple[int, boo
         sample.fail("the model's logits are not finite, or no token is allowed here")
         return count, True
     return count, False
+
+
+def read_extras(
+    setup: Setup,
+    sample: Sample,
+    chunk: Chunk | None,
+    found: StepOutput,
+    place: int,
+    calibration: Calibration,
+) -> None:
+    """Gives a sample all but the tokens of its group; chunk: None for a turn."""
+    if chunk is not None:
+        read_prompt(sample, chunk, found, place)
+    else:
+        read_drafts(sample, found, place, calibration)
+    if found.captured:
+        score = sample.params.prompt_logprobs is not None
+        first = None
+        if chunk is not None:
+            first = first_rows(setup.cfg, setup.numerics, chunk, len(sample.prompt), score)
+        read_captures(sample, found, place, chunk, first)
+
+
+def count_experts(setup: Setup, groups: Any, found: StepOutput, counts: Counts) -> None:
+    """Adds the experts that a step's rows went to; groups: as of `used_rows`."""
+    cfg, numerics = setup.cfg, setup.numerics
+    halves: dict[str, dict[int, Any]] = {"encoder": {}, "decoder": {}}
+    for layer, chosen in found.captured["routes"].items():
+        halves["encoder" if layer < cfg.decoder_start else "decoder"][layer] = chosen
+    for half, routes in halves.items():
+        counts.add(routes, used_rows(cfg, numerics, half, groups, found))
 
 
 def used_rows(

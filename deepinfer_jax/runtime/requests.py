@@ -7,7 +7,7 @@ stop string is dropped here.
 
 import dataclasses
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,7 +22,7 @@ class Sample:
 
     number: unique in the engine. request, output: where results go. prompt: token ids; key: noise
     key, uint32 [2]; limit: tokens it may have in all, prompt included; stops: ids that end it;
-    prompt_seen: prompt rows whose captures are recorded.
+    prompt_seen: prompt rows whose captures are recorded. begin, own: of its prefill, as of `Rows`.
     """
 
     number: int
@@ -40,6 +40,8 @@ class Sample:
     forced: tuple[int, ...] = ()
     routes: np.ndarray | None = None
     prompt_seen: int = 0
+    begin: int = 0
+    own: int = 0
 
     @classmethod
     def new(
@@ -151,6 +153,16 @@ class Sample:
         self.end("error")
         if self.request.error is None:
             self.request.error = message
+
+
+class Handed(NamedTuple):
+    """A sample whose prompt is done, on its way to another loop: its state as of `state.take`, how
+    many of the pages in it are its own, confidences of the block that was drafted."""
+
+    sample: Sample
+    saved: Any
+    pages: int
+    ahead: np.ndarray | None
 
 
 def entry(token: int, logprob: float, ids: np.ndarray, values: np.ndarray, count: int) -> Logprobs:

@@ -83,6 +83,11 @@ class Scheduler:
         """Steps planned and not committed."""
         return self._number - self._committed
 
+    @property
+    def idle(self) -> int:
+        """Slots that nobody is in."""
+        return len(self._free)
+
     def state(self, request: int) -> State:
         """Where a request that has not ended is."""
         return self._jobs[request].state
@@ -94,20 +99,41 @@ class Scheduler:
         result before its next turn (a mask made on the host). Raises ValueError if it can never
         be served.
         """
+        self._queue(self._new(request, prompt, new, kind, alone))
+
+    def resume(
+        self, request: int, tokens: int, new: int, pages: int, kind: str = "", alone: bool = False
+    ) -> None:
+        """Enter a request that was begun elsewhere and has ``tokens``, the newest of them sampled;
+        its state and its ``pages`` come in as those of one that was preempted to the host."""
+        job = self._new(request, tokens, new, kind, alone)
+        job.saved = pages
+        self.host_used += pages + self.policy.state_pages
+        self._queue(job, State.HOST)
+
+    def give(self, request: int) -> tuple[int, tuple[int, ...]]:
+        """Forget a request that is done with its prompt and goes on elsewhere: the slot and the
+        pages that it had. They may be given to others at once, but not before its state is read."""
+        job = self._jobs[request]
+        had = job.slot, tuple(self.pages.row(job.slot))
+        self._end(job)
+        return had
+
+    def _new(self, request: int, tokens: int, new: int, kind: str, alone: bool) -> Job:
         if request in self._jobs:
             raise ValueError(f"request {request} is here already")
-        if prompt < 1 or new < 1:
-            raise ValueError(f"a request needs a prompt and tokens to make: {prompt}, {new}")
+        if tokens < 1 or new < 1:
+            raise ValueError(f"a request needs a prompt and tokens to make: {tokens}, {new}")
         room = min(self.pages.per_slot, self.pages.total // self.pages.shards)
-        if (needed := self.pages.needed(prompt + new - 1)) > room:
+        if (needed := self.pages.needed(tokens + new - 1)) > room:
             raise ValueError(
-                f"{prompt} prompt tokens and {new} new ones need {needed} pages of "
+                f"{tokens} prompt tokens and {new} new ones need {needed} pages of "
                 f"{self.pages.page} tokens, there are {room}"
             )
-        job = Job(request, self._arrivals, prompt, prompt + new, kind, alone, self._number)
+        job = Job(request, self._arrivals, tokens, tokens + new, kind, alone, self._number)
         self._arrivals += 1
         self._jobs[request] = job
-        self._queue(job)
+        return job
 
     def abort(self, request: int) -> bool:
         """Forget a request at once, wherever it is; False if it has ended. In-flight results of it
@@ -176,16 +202,23 @@ class Scheduler:
         if job.state is State.HOST:
             self.host_used -= job.saved + self.policy.state_pages
 
-    def _room(self, pages: int) -> int | None:
+    def _room(self, pages: int, request: int | None = None) -> int | None:
         """The slot that a request with so many pages may enter, None without room: its shard has
-        them and a page for each request there that may still grow; the emptiest such shard."""
+        them and a page for each request there that may still grow; the emptiest such shard, of
+        those the one where most of a waiting request's prefix lies."""
         shard, inside, grow = self.pages.shard, collections.Counter(), collections.Counter()
         for slot, job in self._slots.items():
             inside[shard(slot)] += 1
-            grow[shard(slot)] += self.pages.held(slot) < self.pages.needed(job.limit - 1)
+            grows = self.pages.held(slot) < self.pages.needed(job.limit - 1)
+            grow[shard(slot)] += grows and self.policy.decodes
         room = {slot: self.pages.room(slot) - grow[shard(slot)] for slot in self._free}
         fits = [slot for slot, free in room.items() if pages <= free]
-        return min(fits, key=lambda slot: (inside[shard(slot)], slot), default=None)
+        least = min((inside[shard(slot)] for slot in fits), default=0)
+        fits = [slot for slot in fits if inside[shard(slot)] == least]
+        warm: collections.Counter[int] = collections.Counter()
+        if self.prefix and request is not None and self.pages.shards > 1:
+            warm.update({one: self.prefix.local(request, one) for one in set(map(shard, fits))})
+        return min(fits, key=lambda slot: (-warm[shard(slot)], slot), default=None)
 
     def _enter(self, job: Job, act: Act, tokens: int, slot: int) -> None:
         self._unqueue(job)
@@ -241,6 +274,8 @@ class Scheduler:
 
     def _turns(self) -> list[Job]:
         """Running requests that can take a turn, oldest first."""
+        if not self.policy.decodes:
+            return []
         running = [job for job in self._slots.values() if job.state is State.RUNNING]
         unsure = [job for job in running if job.tokens + job.least < job.limit]
         free = [job for job in unsure if not (job.alone and job.in_flight)]
@@ -305,7 +340,7 @@ class Scheduler:
             if self.prefix and job.state is State.WAITING and self.prefix.waits(job.request):
                 continue  # one that has just entered computes its prefix
             if job.state is State.WAITING:
-                slot = self._room(self.pages.needed(job.tokens))
+                slot = self._room(self.pages.needed(job.tokens), job.request)
                 if slot is None or height(slot) > heights[-1]:
                     break
                 job.target, job.prefilled = job.tokens, 0

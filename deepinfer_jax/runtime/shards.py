@@ -187,6 +187,47 @@ def grammar_of(layout: Layout, state: State, slot: Int32[Array, ""]) -> GrammarS
     return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, slot)
 
 
+def take_rings(layout: Layout, state: State, slot: Int32[Array, ""]) -> Any:
+    """See `state.take_rings`; the owner's on every device."""
+
+    def local(state: State, slot: Array) -> Any:
+        place = _here(layout, slot, _slots(state))
+        return _from_owner(layout, states.take_rings(state, jnp.maximum(place, 0)), place >= 0)
+
+    return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, slot)
+
+
+def put_rings(layout: Layout, state: State, slot: Int32[Array, ""], rings: Any) -> State:
+    """See `state.put_rings`."""
+
+    def local(state: State, slot: Array, rings: Any) -> State:
+        return states.put_rings(state, _drop(layout, slot, _slots(state)), rings)
+
+    cut = own(layout)
+    return parallel.spmd(layout, local, (cut, WHOLE, WHOLE), cut)(state, slot, rings)
+
+
+def take_pages(layout: Layout, state: State, pages: Int32[Array, " n"]) -> list[Any]:
+    """See `state.take_pages`; each of any shard, on every device."""
+
+    def local(state: State, pages: Array) -> list[Any]:
+        here = _here(layout, pages, _pages(state))
+        found = states.take_pages(state, here)
+        return [_from_owner(layout, page, here[i] >= 0) for i, page in enumerate(found)]
+
+    return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, pages)
+
+
+def put_pages(layout: Layout, state: State, pages: Int32[Array, " n"], content: Any) -> State:
+    """See `state.put_pages`."""
+
+    def local(state: State, pages: Array, content: Any) -> State:
+        return states.put_pages(state, _here(layout, pages, _pages(state)), content)
+
+    cut = own(layout)
+    return parallel.spmd(layout, local, (cut, WHOLE, WHOLE), cut)(state, pages, content)
+
+
 def _over_shards(
     setup: Setup,
     local: Any,

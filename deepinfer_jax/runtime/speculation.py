@@ -82,6 +82,10 @@ class Confidences:
         """The newest that may be used; None before the first."""
         return self._known.get(request)
 
+    def ahead(self, request: int) -> np.ndarray | None:
+        """Of the newest block, which no step sent has verified."""
+        return self._ahead.get(request)
+
     def forget(self, request: int) -> None:
         """The request has ended."""
         self._known.pop(request, None)

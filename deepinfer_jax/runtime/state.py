@@ -12,6 +12,7 @@ from typing import Any
 import flax.struct
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int32
 
 from deepinfer_jax.config import ModelConfig, Numerics
@@ -99,6 +100,19 @@ def take(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"]) -> 
     )
 
 
+def share_like(state: State, held: int) -> Any:
+    """A slot's share with so many pages, as shapes."""
+    slot, pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (held,)))
+    return jax.eval_shape(take, state, slot, pages)
+
+
+def cached_like(state: State) -> Any:
+    """(content of a page, rings of a slot), as shapes."""
+    slot, pages = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((), (1,)))
+    content = jax.eval_shape(take_pages, state, pages)[0]
+    return content, jax.eval_shape(take_rings, state, slot)
+
+
 def grammar_of(state: State, slot: Int32[Array, ""]) -> GrammarState:
     """Where a slot is in its grammar."""
     return jax.tree.map(lambda leaf: leaf[slot], state.grammar)
@@ -112,6 +126,13 @@ def put(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"], save
     return dataclasses.replace(
         slots, cache=dataclasses.replace(slots.cache, entries=entries, keys=keys)
     )
+
+
+def with_grammar(saved: Any, row: int) -> Any:
+    """A share whose grammar is at another place of the pool."""
+    rows, pages = saved
+    grammar = dataclasses.replace(rows.grammar, grammar=np.int32(row))
+    return dataclasses.replace(rows, grammar=grammar), pages
 
 
 def take_rings(state: State, slot: Int32[Array, ""]) -> Any:

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import context
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.capture import NAMES, Capture
@@ -39,10 +40,11 @@ class PrefillInput:
 
     token int32 [n, width]; slot (-1: unused), start, count int32 [n]; last bool [n]: the chunk ends
     what is to be computed; prompt int32 [n]: length of the prompt, tokens from there on are output
-    (a request computed again); following int32 [n, width]: the token after each place (-1:
-    unknown), read for prompt log-probabilities; pages int32 [n, P]; forced int32 [n]: the next
-    output token (-1: sampled); routes int32 [n, width, layers, k]: experts by place (-1: the
-    router's), or None; params, limit: one entry a slot.
+    (a request computed again); begin, own int32 [n]: as of `Rows`; before int32 [n, look-back]: the
+    tokens before `start`, oldest first (-1: none), for the n-grams across it; following int32
+    [n, width]: the token after each place (-1: unknown), read for prompt log-probabilities; pages
+    int32 [n, P]; forced int32 [n]: the next output token (-1: sampled); routes int32 [n, width,
+    layers, k]: experts by place (-1: the router's), or None; params, limit: one entry a slot.
     """
 
     token: Leaf
@@ -51,6 +53,9 @@ class PrefillInput:
     count: Leaf
     last: Leaf
     prompt: Leaf
+    begin: Leaf
+    own: Leaf
+    before: Leaf
     following: Leaf
     pages: Leaf
     forced: Leaf
@@ -87,6 +92,11 @@ def reach(block: int) -> int:
     """Positions that `DecodeInput.forced` covers: where the newest token can be after a step that
     the host has not read, its drafts, and the token after them."""
     return 2 * (1 + block) + 1
+
+
+def look_back(cfg: ModelConfig) -> int:
+    """Tokens before a row that its n-grams contain."""
+    return cfg.engram_max_ngram_size - 1 if cfg.engram_layer_ids else 0
 
 
 @flax.struct.dataclass

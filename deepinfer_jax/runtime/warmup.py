@@ -42,7 +42,7 @@ def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> No
     setup, width = loop.programs.setup, loop.programs.setup.cfg.vocab_size
     wide = loop.options._replace(top=min(MAX_LOGPROBS, width))
     several = (loop.options, wide) if logprobs else (loop.options,)
-    for groups, sizes in loop.buckets().items():
+    for groups, sizes in loop.buckets().items() if loop.policy.decodes else ():
         given = loop.desk.decode(
             groups, groups, loop.options.block, (), loop.pages, loop.calibration.temperature
         )

@@ -10,7 +10,7 @@ from deepinfer_jax.bench import traffic
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.lab import devices
 from deepinfer_jax.runtime.plans import Policy
-from deepinfer_jax.runtime.prefix import PrefixPolicy
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 
 CFG = ModelConfig.from_json(shipped.find("models", "v41-tiny"))
 CLOCK = traffic.Clock(CFG, devices.parse("h200")[0])

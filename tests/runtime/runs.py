@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -51,6 +52,33 @@ def logprobs(out: RequestOutput) -> np.ndarray:
     (sample,) = out.outputs
     pairs = zip(sample.token_ids, sample.logprobs or [], strict=True)
     return np.array([entry[token] for token, entry in pairs], np.float64)
+
+
+class Measured(NamedTuple):
+    """Largest difference of log-probabilities, and how many greedy tokens come before another."""
+
+    worst: float
+    alike: list[int]
+
+
+def measured(
+    exact: dj.LLM, other: dj.LLM, work: list[list[int]], *, replay: int, ends: Sequence[int]
+) -> Measured:
+    """Of an engine that rebuilds rings against an exact one: log-probabilities of the exact one's
+    greedy tokens. ends: tokens of each prompt in known pages when all have been seen."""
+    greedy = dj.SamplingParams(temperature=0.0, max_tokens=24, logprobs=0, ignore_eos=True)
+    cold = exact.generate(work, greedy, strict=True)
+    tokens = [out.outputs[0].token_ids for out in cold]
+    forced = [dataclasses.replace(greedy, forced_token_ids=ids) for ids in tokens]
+    other.generate(work, forced, strict=True)
+    warm = other.generate(work, forced, strict=True)
+    assert [out.metrics.cached_tokens for out in warm] == [end - replay for end in ends]
+    pairs = zip(cold, warm, strict=True)
+    worst = max(float(np.abs(logprobs(a) - logprobs(b)).max()) for a, b in pairs)
+    free = [out.outputs[0].token_ids for out in other.generate(work, greedy, strict=True)]
+    alike = [_first(ids, found) for ids, found in zip(tokens, free, strict=True)]
+    print(f"replay of {replay}: largest difference {worst:.1e}, tokens alike {alike} of 24")
+    return Measured(worst, alike)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -15,8 +15,9 @@ import numpy as np
 
 from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.plans import Act, Outcome, Policy, Step
-from deepinfer_jax.runtime.prefix import PrefixCache, PrefixPolicy
-from deepinfer_jax.runtime.scheduler import Scheduler
+from deepinfer_jax.runtime.prefix import PrefixCache
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
+from deepinfer_jax.runtime.scheduler import Scheduler, State
 
 
 def token(request: int, index: int) -> int:
@@ -40,6 +41,7 @@ class Slot:
     request: int
     length: int  # tokens whose rows are in the pages
     last: int | None = None  # the sampled token that the next turn feeds
+    own: int = 0  # positions before are in shared pages and only computed for their rings
 
 
 class Device:
@@ -70,10 +72,13 @@ class Device:
             assert state.request == item.request, (step.number, item)
             if step.prefill:
                 assert item.start == state.length and item.count <= step.shape[1]
-                self._write(row, state, item.start, item.count)
+                again = min(max(state.own - item.start, 0), item.count)
+                self._write(row, state, item.start + again, item.count - again)
                 state.length += item.count
                 if self.prefix is not None and self.prefix.wanted(item.request, state.length):
-                    rings = np.array(self.tag(item.request, state.length - 1))
+                    rings = None
+                    if self.prefix.policy.states:
+                        rings = np.array(self.tag(item.request, state.length - 1))
                     self.prefix.reached(item.request, item.slot, state.length, rings)
                 if item.last:
                     emitted[item.request] = [token(item.request, state.length)]
@@ -111,8 +116,12 @@ class Device:
             self.slots[move.slot] = Slot(move.request, 0)
             found = None if self.prefix is None else self.prefix.arrival(move.request)
             if found is not None:
-                self.slots[move.slot].length = found.tokens
-                assert tuple(found.state) == self.tag(move.request, found.tokens - 1)
+                slot = self.slots[move.slot]
+                slot.length, slot.own = found.start, found.shared
+                if found.state is None:
+                    assert found.shared - found.start == self.prefix.policy.replay
+                else:
+                    assert tuple(found.state) == self.tag(move.request, found.start - 1)
                 for page, content in found.loads:
                     for offset, tag in enumerate(content.tolist()):
                         self.memory[page, offset] = tuple(tag)
@@ -125,14 +134,18 @@ class Device:
                 for offset, tag in content.items():
                     self.memory[page, offset] = tag
             return
-        state = self.slots.pop(move.slot)
+        state, saved = self.take(move.slot, move.pages)
         assert state.request == move.request
         if move.act is Act.OFFLOAD:
-            saved = [
-                {o: self.memory[page, o] for o in range(self.size) if (page, o) in self.memory}
-                for page in move.pages
-            ]
             self.host[move.request] = (state, saved)
+
+    def take(self, slot: int, pages) -> tuple[Slot, list[dict[int, tuple[int, int]]]]:
+        """What is in a slot and in pages; the slot is nobody's then."""
+        saved = [
+            {o: self.memory[page, o] for o in range(self.size) if (page, o) in self.memory}
+            for page in pages
+        ]
+        return self.slots.pop(slot), saved
 
 
 class Engine:
@@ -153,6 +166,7 @@ class Engine:
         self.waiting: list[tuple[Step, dict[int, list[int]]]] = []
         self.steps: list[Step] = []
         self.could: list[tuple[bool, bool]] = []  # per step: was there prefill work, decode work
+        self.ready: list[int] = []  # requests that are to go on elsewhere
 
     def add(self, number: int, request: Request) -> None:
         self.requests[number] = request
@@ -191,7 +205,8 @@ class Engine:
             self.waiting.append((step, self.device.run(step, self.pages.snapshot())))
         else:
             self.could.pop()
-            assert self.waiting or not len(scheduler), "nothing to do and nothing to wait for"
+            idle = self.waiting or self.ready or not len(scheduler)
+            assert idle, "nothing to do and nothing to wait for"
         if self.waiting and (step is None or len(self.waiting) > self.late):
             self._commit(*self.waiting.pop(0))
         return bool(len(scheduler) or self.waiting)
@@ -208,9 +223,50 @@ class Engine:
         self.scheduler.commit(step, outcomes)
         for number in ended:
             self._gone(number)
+        if not self.scheduler.policy.decodes:
+            there = [number for number in outcomes if number in self.scheduler._jobs]
+            self.ready += there
 
     def run(self, limit: int = 100_000) -> None:
         """Step until everything has ended; fails if that takes more than ``limit`` steps."""
         while self.step():
             limit -= 1
             assert limit > 0, "requests do not end"
+
+
+class Pair:
+    """Prompts on one engine, tokens on another, as `handover.Split` moves requests between them."""
+
+    def __init__(self, prompts: Engine, decode: Engine):
+        self.prompts, self.decode, self.moved = prompts, decode, 0
+
+    def add(self, number: int, request: Request) -> None:
+        self.prompts.add(number, request)
+
+    def abort(self, number: int) -> None:
+        for engine in (self.prompts, self.decode):
+            engine.abort(number)
+
+    def step(self) -> bool:
+        """A step of both; requests whose prompt is done move while there are slots for them."""
+        one, other = self.prompts, self.decode
+        more = one.step()
+        one.ready = [number for number in one.ready if number in one.scheduler._jobs]
+        while one.ready and len(other.scheduler._lines[State.HOST]) < other.scheduler.idle:
+            number = one.ready.pop(0)
+            request, done = one.requests[number], one.outputs[number]
+            saved = one.device.take(*one.scheduler.give(number))
+            one._gone(number)
+            other.requests[number], other.outputs[number] = request, done
+            other.device.host[number] = saved
+            other.scheduler.resume(
+                number,
+                request.prompt + len(done),
+                request.new - len(done),
+                len(saved[1]),
+                request.kind,
+                request.alone,
+            )
+            self.moved += 1
+        rest = len(one.scheduler) or one.waiting
+        return bool(other.step() or more or rest)

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.plans import Act, Chunk, Outcome, Policy
-from deepinfer_jax.runtime.prefix import PrefixPolicy
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.scheduler import Scheduler, State
-from tests.runtime.simulated import Engine, Request, token
+from tests.runtime.simulated import Engine, Pair, Request, token
 
 PAGE = 8
 
@@ -103,6 +103,36 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
     _check_waiting(engine)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    requests=requests_strategy,
+    slots=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    block=st.sampled_from([0, 1, 5]),
+    totals=st.tuples(st.integers(8, 20), st.integers(8, 20)),
+    host=st.sampled_from([0, 3, 50]),
+    late=st.integers(0, 2),
+    prefix=st.booleans(),
+    arrivals=st.lists(st.integers(0, 30), min_size=9, max_size=9),
+    aborts=st.dictionaries(st.integers(0, 8), st.integers(0, 40), max_size=3),
+)
+def test_any_traffic_over_two_groups(
+    requests, slots, block, totals, host, late, prefix, arrivals, aborts
+):
+    """Requests move from one pool to another when their prompt is done: no page of either is lost,
+    whatever is preempted or aborted on the way."""
+    first = dataclasses.replace(_policy(slots[0], block), decodes=False)
+    cache = PrefixPolicy(every=1) if prefix else None
+    prompts = Engine(first, Pages(totals[0], slots[0], 8, PAGE), late, cache)
+    decode = Engine(_policy(slots[1], block, host), Pages(totals[1], slots[1], 8, PAGE), late)
+    pair = Pair(prompts, decode)
+    _drive(pair, requests, arrivals, aborts)
+    _check(prompts, skip=aborts)
+    _check(decode, skip=aborts)
+    longer = [n for n, request in enumerate(requests) if request.stop > 1 and n not in aborts]
+    assert pair.moved >= len(longer)
+    assert all(not step.prefill or host < 50 for step in decode.steps), "nothing computed twice"
+
+
 @settings(max_examples=150, deadline=None)
 @given(
     shapes=st.lists(
@@ -120,11 +150,16 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
     ),
     slots=st.integers(1, 4),
     total=st.integers(9, 20),
+    shards=st.integers(1, 2),
     host=st.sampled_from([0, 3, 50]),
     policy=st.builds(
-        PrefixPolicy,
+        lambda restore, states, **rest: PrefixPolicy(
+            restore=restore, states=max(states, int(restore == "state")), **rest
+        ),
+        restore=st.sampled_from(["state", "replay"]),
+        states=st.sampled_from([0, 1, 3, 100]),
+        replay=st.sampled_from([8, 16]),
         every=st.integers(1, 4),
-        states=st.sampled_from([1, 3, 100]),
         host_bytes=st.sampled_from([0, 400, 10_000]),
     ),
     files=st.booleans(),
@@ -132,21 +167,26 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
     aborts=st.dictionaries(st.integers(0, 19), st.integers(0, 60), max_size=2),
 )
 def test_any_traffic_with_shared_prefixes(
-    shapes, slots, total, host, policy, files, arrivals, aborts
+    shapes, slots, total, shards, host, policy, files, arrivals, aborts
 ):
     """Every row of every context is what was written for it, whoever computed it and wherever it
     has been since; no page is lost."""
     with tempfile.TemporaryDirectory() as folder:
         if files:
             policy = dataclasses.replace(policy, folder=Path(folder), disk_bytes=2000)
-        engine = Engine(_policy(slots, 1, host), Pages(total, slots, 9, PAGE), 1, policy)
+        slots *= shards
+        pages = Pages(total * shards, slots, 9, PAGE, shards)
+        shapes_of = _policy(slots, 1, host)
+        if shards > 1:  # as many places as there could be of one shard
+            shapes_of = dataclasses.replace(shapes_of, prefill=((2 * slots, 4), (2 * slots, 16)))
+        engine = Engine(shapes_of, pages, 1, policy)
         _drive(engine, shapes, arrivals, aborts)
     _check(engine, skip=aborts)
     prefix = engine.device.prefix
     assert not prefix._known and not prefix._pending and not prefix._arrivals
     assert set(prefix._by_page) == engine.pages._kept
-    assert {node.key: page for page, node in prefix._by_page.items()} == {
-        key: node.page for key, node in prefix._nodes.items() if node.page is not None
+    assert {(node.key, page) for page, node in prefix._by_page.items()} == {
+        (key, page) for key, node in prefix._nodes.items() for page in node.pages.values()
     }
     assert len(prefix._states) <= policy.states
 
