@@ -123,6 +123,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     plain = dj.LLM(options.model, speculate=0, **size)
     found["speculation"] = speculation(llm, plain, run.held_out, greedy)
     print(json.dumps(found["speculation"]), flush=True)
+    sampled = dj.SamplingParams(temperature=0.7, top_p=0.9, max_tokens=400, seed=1, ignore_eos=True)
+    begin = time.monotonic()
+    found["sample"] = llm.generate(["In the beginning"], sampled)[0].outputs[0].text
+    found["sample_seconds"] = time.monotonic() - begin
+    print(json.dumps(found["sample"], ensure_ascii=False), flush=True)
 
     def forced(ids: list[int]) -> Any:
         return dj.SamplingParams(
@@ -138,10 +143,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found["replay"] = {
         kind: replay(plain, bounded, ids, forced) for kind, ids in run.held_out.items()
     }
-    sampled = dj.SamplingParams(temperature=0.7, top_p=0.9, max_tokens=400, seed=1, ignore_eos=True)
-    begin = time.monotonic()
-    found["sample"] = llm.generate(["In the beginning"], sampled)[0].outputs[0].text
-    found["sample_seconds"] = time.monotonic() - begin
     print(json.dumps(found, ensure_ascii=False, indent=1))
     return 0
 
