@@ -30,7 +30,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for kind, name in (("bible", "held out: Bible"), ("made", "held out: generated")):
         axes[0].plot([x["step"] for x in checks], [x[kind] for x in checks], "o-", label=name)
     axes[0].set(xlabel="step", ylabel="nats a token", ylim=(0, 6.5), title="backbone")
-    axes[0].legend(loc="center right", fontsize="small")
+    kept = min(checks, key=lambda x: x["bible"] + x["made"])["step"]
+    axes[0].axvline(kept, color="grey", linestyle=":", label="kept")
+    axes[0].legend(loc="upper right", fontsize="small")
     draft = [line for line in lines if line["stage"] == "drafter" and "greedy" in line]
     axes[1].plot([x["step"] for x in draft], [x["greedy"] for x in draft])
     axes[1].set(xlabel="step", ylabel="tokens a step (teacher-forced)", title="drafter")

@@ -16,12 +16,16 @@ from deepinfer_jax.runtime.engine import Shapes
 from deepinfer_jax.runtime.text import Tokenizer
 
 UNSEEN = 77
-SHAPES = Shapes(prefill=((4, 32),))
+SIZE = {
+    "max_slots": 4,
+    "max_context": 256,
+    "shapes": Shapes(prefill=((4, 32),)),
+}
 
 
 @pytest.fixture(scope="module")
 def llm() -> dj.LLM:
-    return dj.LLM(max_slots=4, max_context=256, shapes=SHAPES)
+    return dj.LLM(**SIZE)
 
 
 @pytest.fixture(scope="module")
@@ -46,17 +50,17 @@ def test_it_is_a_whole_official_checkpoint_with_every_mechanism():
 
 @pytest.mark.slow
 def test_it_was_trained(llm, texts):
-    """Unseen stories: far from the uniform 8.3 nats a token."""
+    """Unseen stories: far from the uniform 8.3 nats a token, and from a trigram's 0.9."""
     scores = llm.score(texts)
     nats = -np.mean([value for one in scores for value in one.logprobs[1:]])
-    assert nats < 1.2
+    assert nats < 0.8
 
 
 @pytest.mark.slow
 def test_drafting_changes_no_token(llm, texts):
     params = dj.SamplingParams(temperature=0.0, max_tokens=48, ignore_eos=True)
     prompts = [ids[:40] for ids in texts]
-    plain = dj.LLM(max_slots=4, max_context=256, shapes=SHAPES, speculate=0)
+    plain = dj.LLM(**SIZE, speculate=0)
     ours, theirs = llm.generate(prompts, params), plain.generate(prompts, params)
     for one, other in zip(ours, theirs, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
