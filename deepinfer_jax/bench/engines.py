@@ -51,7 +51,7 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
 
     Raises ValueError if max_context leaves no room for so many steps.
     """
-    loop = llm._loop
+    loop = llm._loops[0]
     slots, block = loop.policy.slots, loop.options.block
     tokens = (WARM + steps + 4) * (1 + block)
     if prompt + tokens >= loop.context:
@@ -105,13 +105,13 @@ def prefill(
         params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
         work = _prompts(llm, max(requests // sequences, 1) * sequences, width)
         llm.generate(work[:sequences], params, strict=True)  # compiles
-        before, seconds = llm._loop.dispatched.copy(), []
+        before, seconds = llm._loops[0].dispatched.copy(), []
         for _ in range(runs):
             begin = time.perf_counter()
             llm.generate(work, params, strict=True)
             seconds.append(time.perf_counter() - begin)
-        count = _steps(llm._loop.dispatched - before, "prefill") // runs
-        step = warmup.measure_prefill(llm._loop)[sequences, width]
+        count = _steps(llm._loops[0].dispatched - before, "prefill") // runs
+        step = warmup.measure_prefill(llm._loops[0])[sequences, width]
         wall = statistics.median(seconds)
         yield {
             "name": f"engine prefill, {sequences} prompts of {width}",

@@ -7,11 +7,14 @@ known one step late, as in the engine. What comes out depends on the policy and 
 
     seconds(step) = max(FLOP / peak, bytes / bandwidth) / efficiency
 
+Over several replicas the policies of `routing` say where a request goes when it arrives.
+
 Times: first token after arrival, and between tokens of a request, at the 50th and 99th percentile.
 """
 
 import collections
 import dataclasses
+import heapq
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +25,10 @@ from deepinfer_jax.bench import counts
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.lab.devices import Device
 from deepinfer_jax.runtime.pages import PAGE, Pages
-from deepinfer_jax.runtime.plans import Act, Outcome, Policy, Step
+from deepinfer_jax.runtime.plans import Outcome, Policy, Step
 from deepinfer_jax.runtime.prefix import PrefixCache
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
+from deepinfer_jax.runtime.routing import ROUTES, Load
 from deepinfer_jax.runtime.scheduler import Scheduler
 
 GRAIN = 256  # contexts are priced in steps of so many tokens
@@ -96,7 +100,8 @@ class Clock:
 
 @dataclasses.dataclass
 class Result:
-    """Seconds are modelled. computed: prompt tokens that were; preemptions: of both sorts."""
+    """Seconds are modelled. computed: prompt tokens that were; preemptions: of both sorts; given:
+    requests that each replica got."""
 
     seconds: float
     tokens: int
@@ -105,6 +110,7 @@ class Result:
     first: list[float]
     between: list[float]
     preemptions: int
+    given: list[int]
 
     def summary(self) -> dict[str, float]:
         """Throughput and percentiles, as one record."""
@@ -112,6 +118,7 @@ class Result:
             "tokens_s": self.tokens / self.seconds,
             "computed": self.computed / self.prompt_tokens,
             "preemptions": self.preemptions,
+            "uneven": max(self.given) * len(self.given) / sum(self.given),
         }
         for name, values in (("first", self.first), ("between", self.between)):
             for percent in (50, 99):
@@ -119,118 +126,173 @@ class Result:
         return found
 
 
-class _Run:
-    """One trace through one policy."""
+class _Group:
+    """One replica on the modelled clock: its scheduler, pages, prefix cache and device."""
 
-    def __init__(
-        self,
-        trace: Sequence[Request],
-        policy: Policy,
-        pages: Pages,
-        clock: Clock,
-        prefix: PrefixPolicy | None,
-        acceptance: Sequence[float],
-        seed: int,
-    ):
-        self.trace, self.policy, self.pages, self.clock = trace, policy, pages, clock
-        self.acceptance, self.rng = acceptance, random.Random(seed)
+    def __init__(self, run: "_Run", pages: Pages, prefix: PrefixPolicy | None, seed: int):
+        self.run, self.policy, self.rng = run, run.policy, random.Random(seed)
         self.prefix = None
         if prefix is not None:
             nothing = np.zeros(1, np.int8)  # the content of a page does not matter here
             copies = lambda pages: [nothing for _ in pages]  # noqa: E731
             self.prefix = PrefixCache(prefix, b"", copies, (nothing, nothing))
             self.prefix.use(pages)
-        self.scheduler = Scheduler(policy, pages, self.prefix)
-        self.now = self.free = 0.0  # what the host has read up to; when the device is free
-        self.computed = 0
+        self.scheduler = Scheduler(run.policy, pages, self.prefix)
+        self.free = 0.0  # when the device is
+        self.given = self.computed = 0
+        self.flight: tuple[Step, dict[int, int], float] | None = None
+        self.read: tuple[Step, dict[int, int], float] | None = None  # waited for by the host
+
+    def load(self, keys: list[bytes]) -> Load:
+        """What a request of a prompt with these pages sees."""
+        warm = 0 if self.prefix is None else self.prefix.expected(keys)
+        return Load(self.scheduler.backlog, warm, self.given)
+
+    def add(self, number: int, request: Request, ids: list[int]) -> None:
+        self.given += 1
+        self.scheduler.add(number, request.prompt, request.new)
+        if self.prefix is not None:
+            self.prefix.know(number, ids, request.prompt - 1)
+
+    def wake(self, now: float) -> float | None:
+        """Reads what is done, sends what can be planned; when the host is to look again."""
+        if self.read is not None:
+            self._commit(now, *self.read[:2])
+            self.read = None
+        while True:
+            if self.prefix is not None:
+                self.prefix.settle()
+            step, before = self.scheduler.plan(), self.flight
+            self.flight = None
+            if step is not None:
+                self.flight = (step, self._carry_out(now, step), self.free)
+            if before is not None:  # its results are read while the next one runs
+                self.read = before
+                return before[2]
+            if step is None:
+                return None
+
+    def _carry_out(self, now: float, step: Step) -> dict[int, int]:
+        """Keeps the device busy for the step's time; tokens by request."""
+        work: Any = step.work
+        if step.prefill:
+            self.computed += sum(chunk.count for chunk in work)
+            sequences, width = step.shape
+            start = max(chunk.start for chunk in work)
+            self._take(now, self.run.clock.prefill, sequences, width, start)
+            for chunk in work:
+                end = chunk.start + chunk.count
+                if self.prefix is not None and self.prefix.wanted(chunk.request, end):
+                    self.prefix.reached(chunk.request, chunk.slot, end, np.zeros(1, np.int8))
+            return {chunk.request: 1 for chunk in work if chunk.last}
+        if work:
+            made, trace = self.run.made, self.run.trace
+            requests = [turn.request for turn in work]
+            longest = max(trace[number].prompt + made[number] for number in requests)
+            rows = 1 + self.policy.block
+            self._take(now, self.run.clock.decode, len(requests), rows, longest)
+            return {number: 1 + self._accepted() for number in requests}
+        return {}
+
+    def _take(
+        self, now: float, price: Callable[..., float], sequences: int, width: int, start: int
+    ) -> None:
+        """Adds a step to the device's time; contexts are priced in grains."""
+        key, prices = (price.__name__, sequences, width, start // GRAIN), self.run.prices
+        if key not in prices:
+            grain = start // GRAIN * GRAIN
+            prices[key] = price(sequences, width, grain, draft=self.policy.block > 0)
+        self.free = max(self.free, now) + prices[key]
+
+    def _accepted(self) -> int:
+        for place, share in enumerate(self.run.acceptance[: self.policy.block]):
+            if self.rng.random() >= share:
+                return place
+        return min(self.policy.block, len(self.run.acceptance))
+
+    def _commit(self, now: float, step: Step, tokens: dict[int, int]) -> None:
+        outcomes = {}
+        for number, count in tokens.items():
+            count = self.run.taken(now, number, count)
+            if count > 0:
+                ended = self.run.made[number] >= self.run.trace[number].new
+                outcomes[number] = Outcome(count, ended)
+                if ended and self.prefix is not None:
+                    self.prefix.forget(number)
+        self.scheduler.commit(step, outcomes)
+
+
+class _Run:
+    """One trace through one policy, over replicas that share nothing but the arrivals."""
+
+    def __init__(
+        self,
+        trace: Sequence[Request],
+        policy: Policy,
+        pools: Sequence[Pages],
+        clock: Clock,
+        prefix: PrefixPolicy | None,
+        acceptance: Sequence[float],
+        seed: int,
+        route: str,
+    ):
+        self.trace, self.policy, self.clock = trace, policy, clock
+        self.acceptance, self.route = acceptance, ROUTES[route]
         self.prices: dict[tuple[Any, ...], float] = {}
         self.made = collections.Counter[int]()
         self.last: dict[int, float] = {}
         self.first: list[float] = []
         self.between: list[float] = []
+        self.groups = [_Group(self, pages, prefix, seed + at) for at, pages in enumerate(pools)]
 
     def run(self) -> Result:
-        arriving = collections.deque(sorted(enumerate(self.trace), key=lambda one: one[1].arrival))
-        flight: tuple[Step, dict[int, int], float] | None = None
-        while arriving or len(self.scheduler) or flight:
-            while arriving and arriving[0][1].arrival <= self.now:
-                self._add(*arriving.popleft())
-            if self.prefix is not None:
-                self.prefix.settle()
-            step, before = self.scheduler.plan(), flight
-            flight = None if step is None else (step, self._carry_out(step), self.free)
-            if before is not None:
-                self.now = before[2]  # its results are read while the next one runs
-                self._commit(*before[:2])
-            elif step is None and arriving:
-                self.now = arriving[0][1].arrival
-        preempted = self.scheduler.preemptions
+        """Events in order of time: an arrival (before anything else then), or a replica's turn."""
+        order = sorted(range(len(self.trace)), key=lambda number: self.trace[number].arrival)
+        events = [(self.trace[number].arrival, -1, number) for number in order]
+        idle, now = set(range(len(self.groups))), 0.0
+        while events:
+            now, at, number = heapq.heappop(events)
+            if at < 0:
+                request = self.trace[number]
+                ids = request.ids(number).tolist()
+                first = self.groups[0].prefix
+                keys = [] if first is None else first.keys(ids)
+                at = self.route([group.load(keys) for group in self.groups])
+                self.groups[at].add(number, request, ids)
+                if at in idle:
+                    idle.remove(at)
+                    heapq.heappush(events, (now, at, 0))
+                continue
+            again = self.groups[at].wake(now)
+            if again is None:
+                idle.add(at)
+            else:
+                heapq.heappush(events, (again, at, 0))
+        preempted = sum(sum(group.scheduler.preemptions.values()) for group in self.groups)
         return Result(
-            self.now,
+            now,
             sum(self.made.values()),
             sum(request.prompt for request in self.trace),
-            self.computed,
+            sum(group.computed for group in self.groups),
             self.first,
             self.between,
-            preempted[Act.OFFLOAD] + preempted[Act.EVICT],
+            preempted,
+            [group.given for group in self.groups],
         )
 
-    def _add(self, number: int, request: Request) -> None:
-        self.scheduler.add(number, request.prompt, request.new)
-        if self.prefix is not None:
-            self.prefix.know(number, request.ids(number).tolist(), request.prompt - 1)
-
-    def _carry_out(self, step: Any) -> dict[int, int]:
-        """Keeps the device busy for the step's time; tokens by request."""
-        if step.prefill:
-            self.computed += sum(chunk.count for chunk in step.work)
-            sequences, width = step.shape
-            start = max(chunk.start for chunk in step.work)
-            self._take(self.clock.prefill, sequences, width, start)
-            for chunk in step.work:
-                end = chunk.start + chunk.count
-                if self.prefix is not None and self.prefix.wanted(chunk.request, end):
-                    self.prefix.reached(chunk.request, chunk.slot, end, np.zeros(1, np.int8))
-            return {chunk.request: 1 for chunk in step.work if chunk.last}
-        if step.work:
-            requests = [turn.request for turn in step.work]
-            longest = max(self.trace[number].prompt + self.made[number] for number in requests)
-            self._take(self.clock.decode, len(requests), 1 + self.policy.block, longest)
-            return {number: 1 + self._accepted() for number in requests}
-        return {}
-
-    def _take(self, price: Callable[..., float], sequences: int, width: int, start: int) -> None:
-        """Adds a step to the device's time; contexts are priced in grains."""
-        key = (price.__name__, sequences, width, start // GRAIN)
-        if key not in self.prices:
-            grain = start // GRAIN * GRAIN
-            self.prices[key] = price(sequences, width, grain, draft=self.policy.block > 0)
-        self.free = max(self.free, self.now) + self.prices[key]
-
-    def _accepted(self) -> int:
-        for place, share in enumerate(self.acceptance[: self.policy.block]):
-            if self.rng.random() >= share:
-                return place
-        return min(self.policy.block, len(self.acceptance))
-
-    def _commit(self, step: Step, tokens: dict[int, int]) -> None:
-        outcomes = {}
-        for number, count in tokens.items():
-            request = self.trace[number]
-            count = min(count, request.new - self.made[number])
-            if count <= 0:
-                continue
-            if number not in self.last:
-                self.first.append(self.now - request.arrival)
-            else:
-                self.between += [(self.now - self.last[number]) / count] * count
-            self.last[number] = self.now
-            self.made[number] += count
-            ended = self.made[number] >= request.new
-            outcomes[number] = Outcome(count, ended)
-            if ended and self.prefix is not None:
-                self.prefix.forget(number)
-        self.scheduler.commit(step, outcomes)
+    def taken(self, now: float, number: int, count: int) -> int:
+        """Counts and times a request's new tokens: how many of them it wanted."""
+        request = self.trace[number]
+        count = min(count, request.new - self.made[number])
+        if count <= 0:
+            return 0
+        if number not in self.last:
+            self.first.append(now - request.arrival)
+        else:
+            self.between += [(now - self.last[number]) / count] * count
+        self.last[number] = now
+        self.made[number] += count
+        return count
 
 
 def simulate(
@@ -243,11 +305,15 @@ def simulate(
     prefix: PrefixPolicy | None = None,
     acceptance: Sequence[float] = (),
     seed: int = 0,
+    replicas: int = 1,
+    route: str = "warm",
 ) -> Result:
     """Runs a trace to its end. acceptance: shares of drafts that stand, by place of the block;
-    context: most tokens of a request. Raises ValueError for a request that can never be served."""
-    pool = Pages(pages, policy.slots, -(-context // PAGE))
-    return _Run(trace, policy, pool, clock, prefix, acceptance, seed).run()
+    context: most tokens of a request; policy, pages, clock: of each replica; route: of
+    `routing.ROUTES`. Raises ValueError for a request that can never be served."""
+    per_slot = -(-context // PAGE)
+    pools = [Pages(pages, policy.slots, per_slot) for _ in range(replicas)]
+    return _Run(trace, policy, pools, clock, prefix, acceptance, seed, route).run()
 
 
 def compare(
@@ -258,16 +324,22 @@ def compare(
     slots: int,
     pages: int | None = None,
     acceptance: Sequence[float] = (),
+    replicas: int = 1,
 ) -> Result:
-    """A trace under a policy written "P:D" or "P:D:prefix": prefill and decode steps in a row.
+    """A trace under a policy written "P:D" or "P:D:prefix": prefill and decode steps in a row, and
+    after one more colon how requests are spread over replicas (default: warm).
 
     Chunks are 512 or 2,048 tokens, drafts as many as `acceptance` has shares. pages: None gives
     every slot the longest request. Raises ValueError for another text.
     """
-    first, _, rest = text.partition(":")
-    second, _, cached = rest.partition(":")
-    if not (first.isdigit() and second.isdigit() and cached in ("", "prefix")):
-        raise ValueError(f"policy {text!r}: expected P:D or P:D:prefix, such as 4:4")
+    first, second, *rest = [*text.split(":"), ""]
+    route = next((name for name in rest if name in ROUTES), "warm")
+    known = (["prefix", route, ""], ["prefix", ""], [route, ""], [""])
+    if not (first.isdigit() and second.isdigit() and rest in known):
+        raise ValueError(
+            f"policy {text!r}: expected P:D or P:D:prefix, then perhaps one of "
+            f"{', '.join(f':{name}' for name in ROUTES)}; such as 4:4"
+        )
     policy = Policy(
         slots,
         (slots * (1 + len(acceptance)),),
@@ -284,8 +356,10 @@ def compare(
         clock,
         pages=pages or slots * -(-context // PAGE),
         context=context,
-        prefix=PrefixPolicy() if cached else None,
+        prefix=PrefixPolicy() if "prefix" in rest else None,
         acceptance=acceptance,
+        replicas=replicas,
+        route=route,
     )
 
 

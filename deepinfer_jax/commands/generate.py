@@ -72,6 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="LAYOUT",
         help="prompts are computed on other devices, those after --layout's, under this one",
     )
+    group.add_argument(
+        "--replicas", type=int, default=1, metavar="N", help="groups of the layout's devices"
+    )
     group.add_argument("--coordinator", metavar="HOST:PORT", help="of the first process")
     group.add_argument("--num-processes", type=int, metavar="N")
     group.add_argument("--process-id", type=int, metavar="I")
@@ -115,6 +118,10 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
     processes = cluster.Processes.parse(
         options.coordinator, options.num_processes, options.process_id
     )
+    if options.replicas > 1:
+        if processes.count > 1:
+            raise ValueError("--replicas: in one process only")
+        more += (options.replicas - 1) * (1 if layout is None else layout.size)
     for notice in cluster.start(device, layout, processes, more).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
     prefix_cache = None
@@ -132,7 +139,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
         if processes.count > 1:
             raise ValueError("--prefill-layout: in one process only")
         used = 1 if layout is None else layout.size
-        prefill = Group(beside, jax.devices()[used : used + more])
+        prefill = Group(beside, jax.devices()[used : used + beside.size])
     llm = LLM(
         options.model,
         layout,
@@ -147,6 +154,7 @@ def run(options: argparse.Namespace, device: Any, cache: Callable[[], Any]) -> i
         speculate=drafts(options.speculate),
         accept=options.accept,
         cache=cache(),
+        replicas=options.replicas,
     )
     with terminal.traced(options.trace), contextlib.ExitStack() as stack:
         if options.record_experts is not None:

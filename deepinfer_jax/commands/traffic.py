@@ -1,6 +1,7 @@
 """`deepinfer-jax bench traffic`: scheduling policies compared on a modelled clock.
 
 bench traffic --rate 40 --texts 8 --shared 2k --policy 4:4 --policy 4:4:prefix --png t.png
+bench traffic --replicas 4 --rate 80 --texts 64 --shared 2k --policy 4:4:prefix:turns
 """
 
 import argparse
@@ -29,9 +30,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policy",
         action="append",
-        metavar="P:D[:prefix]",
-        help="prefill and decode steps in a row, with a prefix cache or without; may be repeated",
+        metavar="P:D[:prefix][:ROUTE]",
+        help="prefill and decode steps in a row, with a prefix cache or without, and how requests "
+        "are spread over replicas (warm, short, turns); may be repeated",
     )
+    parser.add_argument("--replicas", type=int, default=1, help="of such groups, with slots each")
     parser.add_argument("--json", action="store_true", help="print records as JSON lines")
     parser.add_argument("--png", metavar="FILE", help="distributions of the times")
 
@@ -64,14 +67,20 @@ def run(options: argparse.Namespace) -> int:
     results = {}
     for text in options.policy or POLICIES:
         results[text] = traffic.compare(
-            trace, text, clock, slots=options.slots, pages=options.pages, acceptance=profile
+            trace,
+            text,
+            clock,
+            slots=options.slots,
+            pages=options.pages,
+            acceptance=profile,
+            replicas=options.replicas,
         )
     for text, result in results.items():
         found = {name: round(value, 4) for name, value in result.summary().items()}
         if options.json:
             print(json.dumps({**conditions, "policy": text, **found}))
         else:
-            print(f"{text:12s} " + "  ".join(f"{name} {value}" for name, value in found.items()))
+            print(f"{text:16s} " + "  ".join(f"{name} {value}" for name, value in found.items()))
     if options.png is not None:
         traffic.draw(results, options.png)
     return 0

@@ -109,7 +109,7 @@ def decode(
 
 
 def _serve(llm: LLM, name: str, batch: int, load: Load, breakdown: bool) -> Row:
-    loop = llm._loop
+    loop = llm._loops[0]
     rng = np.random.default_rng(0)
     most = min(llm.model.cfg.vocab_size, llm.model.cfg.image_token_id)
     prompts = rng.integers(3, most, (load.requests, load.prompt)).tolist()
@@ -141,7 +141,7 @@ def _serve(llm: LLM, name: str, batch: int, load: Load, breakdown: bool) -> Row:
 
 
 def _device_seconds(llm: LLM, steps: collections.Counter[tuple[str, int, int]]) -> float:
-    loop = llm._loop
+    loop = llm._loops[0]
     times = {"decode": warmup.measure(loop), "prefill": warmup.measure_prefill(loop)}
     return sum(count * times[kind][a, b] for (kind, a, b), count in steps.items())
 

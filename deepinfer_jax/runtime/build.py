@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,23 @@ class Parts:
             prefix=prefix,
             **given,
         )
+
+    def loops(
+        self,
+        model: Model,
+        there: Sequence[Sequence[Any] | None],
+        slots: int,
+        *,
+        prefix: PrefixPolicy | None,
+        **given: Any,
+    ) -> list[Loop]:
+        """A loop for each group of devices (None: where the model is), with its weights there."""
+        found = []
+        for number, devices in enumerate(there):
+            here = model if devices is None else model.on(devices)
+            cached = None if prefix is None else prefix.of_replica(number)
+            found.append(self.loop(here, slots, self.shapes.pages, prefix=cached, **given))
+        return found
 
 
 def beside(model: Model, group: Group, path: str | Path | None) -> Model:

@@ -19,13 +19,14 @@ from typing import Any
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import build, checkpoint, noise, remote, reply, warmup
+from deepinfer_jax.runtime import build, checkpoint, groups, noise, remote, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
 from deepinfer_jax.runtime.handover import Group, Split
 from deepinfer_jax.runtime.model import Model, load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
+from deepinfer_jax.runtime.replicas import Replicas
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
@@ -50,7 +51,9 @@ class LLM:
     rebuilt by replay. devices: those of the layout's mesh, in its order (default: jax's first);
     engines on different devices work at once, a `Model` that lies elsewhere is copied there.
     prefill: other devices, or another layout of the same ones, that prompts are computed on (see
-    `handover`); layout and devices are then those of decoding. Raises ValueError naming the option.
+    `handover`); layout and devices are then those of decoding. replicas: so many groups of devices,
+    one after another, with all weights each; calls and results are those of one group (see
+    `replicas`). Raises ValueError naming the option.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class LLM:
         prefix_cache: bool | PrefixPolicy = False,
         devices: Sequence[Any] | None = None,
         prefill: Group | None = None,
+        replicas: int = 1,
     ):
         path = demo.checkpoint() if path is None else path
         for name, value in (("max_slots", max_slots), ("max_context", max_context)):
@@ -76,11 +80,15 @@ class LLM:
                 raise ValueError(f"{name} = {value!r}; expected a positive integer")
         if accept not in ACCEPT:
             raise ValueError(f"accept = {accept!r}; expected {' or '.join(map(repr, ACCEPT))}")
-        self._devices = devices
+        if prefill is not None and replicas != 1:
+            raise ValueError("replicas: not together with prefill")
+        under = path.setup.layout if isinstance(path, Model) else layout or Layout.single()
+        there = groups.divided(devices, under, replicas)
+        self._devices = there[0]
         if isinstance(path, Model):
-            self.model = path if devices is None else path.on(devices)
+            self.model = path if there[0] is None else path.on(there[0])
         else:
-            self.model = load(path, layout, kernels, numerics, devices)
+            self.model = load(path, layout, kernels, numerics, there[0])
         cfg = self.model.cfg
         limit = cfg.max_position_embeddings
         if max_context > limit:
@@ -106,17 +114,20 @@ class LLM:
         if not isinstance(path, Model):
             identity = checkpoint.identity(path, self.model.setup, block > 0)
         self._path, self._group = None if isinstance(path, Model) else path, prefill
-        self._loop: Any = parts.loop(
+        self._loops = parts.loops(
             self.model,
+            there,
             max_slots,
-            parts.shapes.pages,
-            adaptive=speculate == "adaptive",
             prefix=prefix if prefill is None else None,
+            adaptive=speculate == "adaptive",
             identity=identity,
         )
-        if self._loop.adaptive:
+        if self._loops[0].adaptive:
             folder = warmup.default_folder() if cache is None else Path(cache)
-            self._loop.costs = warmup.step_seconds(self._loop, folder)
+            costs = warmup.step_seconds(self._loops[0], folder)
+            for loop in self._loops:
+                loop.costs = costs
+        self._loop: Any = self._loops[0] if replicas == 1 else Replicas(self._loops)
         if prefill is not None:
             if self._loop.programs.everywhere:
                 raise ValueError("prefill: not over several processes; give each its own engine")
@@ -141,7 +152,7 @@ class LLM:
         """
         if len(self._loop):
             raise ValueError("warm_up: requests are in flight")
-        loops = self._loop.each() if isinstance(self._loop, Split) else (self._loop,)
+        loops = self._loop.each() if isinstance(self._loop, Split) else self._loops
         for loop in loops:
             warmup.compile_all(loop, logprobs=logprobs, scores=scores)
 
@@ -150,12 +161,13 @@ class LLM:
 
         Raises ValueError while requests are in flight or without such a folder.
         """
-        prefix = self._loop.prefix
         if len(self._loop):
             raise ValueError("save_prefixes: requests are in flight")
-        if prefix is None or prefix.policy.folder is None:
-            raise ValueError("save_prefixes: prefix_cache has no folder")
-        prefix.save()
+        loops = (self._loop,) if isinstance(self._loop, Split) else self._loops
+        for prefix in [loop.prefix for loop in loops]:
+            if prefix is None or prefix.policy.folder is None:
+                raise ValueError("save_prefixes: prefix_cache has no folder")
+            prefix.save()
 
     def swap_weights(self, path: str | Path) -> None:
         """Goes on with another checkpoint of the same model: nothing compiles, no cached prompt of
@@ -176,6 +188,13 @@ class LLM:
             beside = [build.beside(self.model, self._group, path).weights]
         drafts = self._loop.options.block > 0
         self._loop.swap(fresh.weights, checkpoint.identity(path, setup, drafts), *beside)
+
+    @property
+    def replicas(self) -> Replicas:
+        """Their reports; to stop and restart some. Raises ValueError for an engine of one."""
+        if not isinstance(self._loop, Replicas):
+            raise ValueError("replicas: this engine has one group of devices")
+        return self._loop
 
     def generate(
         self,
@@ -248,7 +267,7 @@ class LLM:
 
         window: most requests taken from `work` and not yet finished (default: four a slot).
         """
-        most: int = 4 * self._loop.policy.slots if window is None else window
+        most = 4 * sum(one.policy.slots for one in self._loops) if window is None else window
         for number, request in self._run(iter(work), most, ()):
             if request.finished:
                 yield number, request

@@ -103,9 +103,9 @@ def rebalance(
         layer: Assignment(np.array(physical, np.int32), cfg.n_routed_experts, layout.ways("expert"))
         for layer, physical in cluster.from_first(choose)
     }
-    weights = placed(llm.model.setup, llm.model.weights, chosen)
-    llm.model = dataclasses.replace(llm.model, weights=weights)
-    llm._loop.programs.weights = weights
+    for loop in llm._loops:
+        loop.programs.weights = placed(llm.model.setup, loop.programs.weights, chosen)
+    llm.model = dataclasses.replace(llm.model, weights=llm._loops[0].programs.weights)
     return chosen
 
 

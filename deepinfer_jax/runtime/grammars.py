@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from deepinfer_jax import structured
+from deepinfer_jax.model.compile import jit
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.structured import (
@@ -25,6 +26,8 @@ from deepinfer_jax.structured import (
     PoolFullError,
     PoolManager,
 )
+
+_advance = jit(structured.advance)
 
 
 class Grammars:
@@ -45,6 +48,16 @@ class Grammars:
     def __len__(self) -> int:
         """Samples that wait for their grammar."""
         return len(self._waiting)
+
+    @property
+    def waiting(self) -> list[Sample]:
+        """Samples that wait for their grammar."""
+        return [sample for sample, _ in self._waiting]
+
+    @property
+    def compiling(self) -> list[Future[Grammar]]:
+        """Compilations that samples wait for and that have not ended."""
+        return [future for _, future in self._waiting if not future.done()]
 
     def add(self, sample: Sample) -> str | None:
         """Starts compiling a sample's grammar; why it cannot, if it cannot."""
@@ -94,14 +107,18 @@ class Grammars:
             future.exception()
 
     def start(self, sample: Sample) -> GrammarState:
-        """Where a sample's grammar begins; free for one without."""
+        """Where a sample is in its grammar after the output it has; free for one without."""
         grammar = self._held.get(sample.number)
-        waits = grammar is not None and bool(grammar.trigger) and grammar.host is None
-        return dataclasses.replace(
+        here = grammar is not None and grammar.host is None
+        waits = grammar is not None and here and bool(grammar.trigger)
+        state = dataclasses.replace(
             self._free,
             grammar=np.int32(sample.grammar_row),
             trigger=np.int32(0 if waits else -1),
         )
+        for token in sample.output.token_ids if here else ():
+            state = _advance(self.pool, state, np.int32(token))
+        return jax.device_get(state)
 
     def write_masks(self, samples: Sequence[Sample]) -> None:
         """What the host-tier samples of a step may produce in it."""

@@ -41,6 +41,31 @@ def checked(devices: Sequence[Any], layout: Layout | None) -> tuple[Any, ...]:
     return tuple(devices)
 
 
+def divided(
+    devices: Sequence[Any] | None, layout: Layout, replicas: int
+) -> list[tuple[Any, ...] | None]:
+    """The devices of each replica (None: those that an engine of one group takes by itself).
+
+    Devices may serve several replicas if they are named again. Raises ValueError as `checked`, for
+    a number of replicas below 1, and for several processes.
+    """
+    if isinstance(replicas, bool) or replicas < 1:
+        raise ValueError(f"replicas = {replicas!r}; expected a positive integer")
+    if replicas == 1:
+        return [None if devices is None else checked(devices, layout)]
+    if jax.process_count() > 1:
+        raise ValueError(f"replicas = {replicas}: of one process only")
+    size = layout.size
+    found = jax.devices() if devices is None else devices
+    if len(found) < replicas * size or (devices is not None and len(found) != replicas * size):
+        raise ValueError(
+            f"replicas = {replicas}: layout {layout.name!r} needs {replicas} times {size} devices; "
+            f"there are {len(found)}"
+        )
+    parts = [found[at * size : (at + 1) * size] for at in range(replicas)]
+    return [checked(part, layout) for part in parts]
+
+
 def whole(like: jax.Array) -> jax.sharding.Sharding:
     """Whole on every device that an array lies on."""
     if isinstance(like.sharding, NamedSharding):

@@ -82,6 +82,11 @@ class Loop:
         """Samples that have not ended."""
         return len(self._samples)
 
+    @property
+    def oldest(self) -> Flight | None:
+        """The oldest step that was sent and not read."""
+        return self._flights[0] if self._flights else None
+
     def reset(self) -> None:
         """Ends every sample and forgets all work, wherever a turn was broken off."""
         cfg = self.programs.setup.cfg
@@ -98,7 +103,7 @@ class Loop:
                 self.prefix = PrefixCache(
                     self._prefix_policy,
                     self._identity,
-                    self._copy_pages,
+                    lambda pages: self.programs.take_pages(self.state, pages),
                     states.cached_like(self.state),
                     wait=self.programs.everywhere,  # what has arrived is not the same everywhere
                 )
@@ -125,9 +130,6 @@ class Loop:
     def empty_state(self) -> states.State:
         """The state of free slots."""
         return self.programs.empty(self.policy.slots, self.pages.total)
-
-    def _copy_pages(self, pages: Sequence[int]) -> list[Any]:
-        return self.programs.take_pages(self.state, pages)
 
     def add(self, sample: Sample) -> None:
         """Enters a sample; one that cannot be served ends at once with its error."""
@@ -165,11 +167,10 @@ class Loop:
         """Whether a slot is free for one more sample to be received."""
         return len(self._handed) < self.scheduler.idle
 
-    def turn(self, wait: bool = True) -> None:
-        """One round: dispatch what can be planned, then read the step before it.
+    def turn(self, wait: bool = True) -> bool:
+        """One round: dispatch what can be planned, then read the step before it; whether either.
 
-        wait: else results that are not there yet are left for a later round, and at most two steps
-        are in flight.
+        wait: else at most two steps are in flight, and what is not there yet is read later.
         """
         if self.programs.everywhere:  # which grammar compiles first is not the same everywhere
             self.grammars.settle()
@@ -183,13 +184,22 @@ class Loop:
         if self._flights and (len(self._flights) > 1 or step is None):
             if wait or ready(self._flights[0].output):
                 self._consume(self._flights.popleft())
+                return True
         elif step is None and wait and len(self.grammars):
             self.grammars.wait()  # nothing else to do
+        return step is not None
 
     def drain(self) -> None:
         """Reads every step in flight."""
         while self._flights:
             self._consume(self._flights.popleft())
+
+    def give_back(self) -> list[Sample]:
+        """Every sample that has not ended, to go on elsewhere; nothing is left before `reset`."""
+        samples, self._samples = list(self._samples.values()), {}
+        self._flights.clear()
+        self.state, self._saved, self._handed = None, {}, {}
+        return samples
 
     def buckets(self) -> dict[int, tuple[int, ...]]:
         """Compiled decode shapes: groups -> row counts."""
@@ -201,14 +211,14 @@ class Loop:
 
     def _enqueue(self, sample: Sample) -> None:
         kind = SCORE if sample.params.prompt_logprobs is not None else ""
-        alone, handed = sample.matcher is not None, self._handed.get(sample.number)
-        tokens = len(sample.prompt if handed is None else sample.tokens)
-        new = sample.limit - tokens
+        handed, there = self._handed.get(sample.number), len(sample.tokens)
+        work = (there, sample.limit - there)  # of one that was begun elsewhere, also its output
+        alone = sample.matcher is not None
         try:
             if handed is None:
-                self.scheduler.add(sample.number, tokens, new, kind, alone)
+                self.scheduler.add(sample.number, *work, kind, alone)
             else:
-                self.scheduler.resume(sample.number, tokens, new, handed.pages, kind, alone)
+                self.scheduler.resume(sample.number, *work, handed.pages, kind, alone)
         except ValueError as error:
             self._drop(sample, str(error))
             return

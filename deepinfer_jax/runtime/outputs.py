@@ -81,6 +81,7 @@ class RequestMetrics:
 
     verified_rows and accepted_rows count draft rows only: a step without drafts adds to neither.
     recomputed: samples whose state came damaged from another process.
+    moves: times that a sample went on in another replica because its own failed.
     """
 
     arrival: float = 0.0
@@ -95,6 +96,7 @@ class RequestMetrics:
     accepted_rows: int = 0
     preemptions: int = 0
     recomputed: int = 0
+    moves: int = 0
     drafts: DraftCounts = dataclasses.field(default_factory=DraftCounts)
 
     @property

@@ -60,6 +60,7 @@ class PrefixCache:
         self._states: dict[bytes, Node] = {}  # with `state`, longest unused first
         self._coming: collections.deque[Node] = collections.deque()  # arrays not yet on the host
         self._known: dict[int, Known] = {}
+        self._asked = collections.Counter[bytes]()  # by how many of those
         self._pending: dict[bytes, int] = {}  # states being computed, and by which request
         self._arrivals: dict[int, Arrival] = {}
         self._version = self._host_used = 0
@@ -70,6 +71,7 @@ class PrefixCache:
         pages.evicted = self._evicted
         self._by_page: dict[int, Node] = {}
         self._known.clear()
+        self._asked.clear()
         self._pending.clear()
         self._arrivals.clear()
         for node in list(self._nodes.values()):
@@ -77,21 +79,36 @@ class PrefixCache:
             self._drop_if_nowhere(node)
         self._version += 1
 
-    def know(self, request: int, ids: Sequence[int], most: int) -> None:
-        """A request of these prompt ids, which may skip up to `most` of them."""
+    def keys(self, ids: Sequence[int]) -> list[bytes]:
+        """Those of the whole pages of a prompt."""
         page, key, keys = self._pages.page, self._identity, []
         raw = np.asarray(ids, np.int32)
         for end in range(page, len(ids) + 1, page):
             key = hashlib.blake2b(key + raw[end - page : end].tobytes(), digest_size=KEY_BYTES)
             keys.append(key := key.digest())
-        self._known[request] = Known(keys, max(most, 0) // page)
+        return keys
+
+    def expected(self, keys: Sequence[bytes]) -> int:
+        """Leading tokens of a prompt that are here or come with a request that has not ended."""
+        depth = 0
+        while depth < len(keys) and (self._is_here(keys[depth]) or self._asked[keys[depth]]):
+            depth += 1
+        return depth * self._pages.page
+
+    def know(self, request: int, ids: Sequence[int], most: int) -> None:
+        """A request of these prompt ids, which may skip up to `most` of them."""
+        keys = self.keys(ids)
+        self._known[request] = Known(keys, max(most, 0) // self._pages.page)
+        self._asked.update(keys)
         self.counts.requests += 1
         self.counts.tokens += len(ids)
 
     def forget(self, request: int) -> None:
         """A request has ended."""
         self.left(request)
-        self._known.pop(request, None)
+        known = self._known.pop(request, None)
+        if known is not None:
+            self._asked -= collections.Counter(known.keys)
 
     def found(self, request: int) -> int:
         """Tokens that a request need not compute now."""

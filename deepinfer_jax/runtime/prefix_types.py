@@ -27,6 +27,12 @@ class PrefixPolicy:
     restore: str = "state"
     replay: int = 128
 
+    def of_replica(self, number: int) -> "PrefixPolicy":
+        """For one of several engines that write at once: each has files of its own."""
+        if self.folder is None or number == 0:
+            return self
+        return dataclasses.replace(self, folder=self.folder / f"replica-{number}")
+
     def __post_init__(self):
         if self.restore not in RESTORE:
             raise ValueError(

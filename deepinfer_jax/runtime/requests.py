@@ -129,6 +129,15 @@ class Sample:
         """Captured rows of the prompt that come after those recorded."""
         self.request.prompt_captured.setdefault(name, {}).setdefault(layer, []).append(rows)
 
+    def move(self) -> None:
+        """Forgets where it was computed: another engine loop goes on from its tokens."""
+        self.grammar_row, self.matcher = -1, None
+        self.metrics.moves += 1
+        kept = len(self.output.token_ids)
+        for layers in self.output.captured.values():
+            for layer, parts in layers.items():
+                layers[layer] = [np.concatenate(parts)[:kept]]
+
     def close(self) -> None:
         """Joins what was captured, cut like the ids. Called once, when the sample has ended."""
         kept = len(self.output.token_ids)

@@ -88,6 +88,16 @@ class Scheduler:
         """Slots that nobody is in."""
         return len(self._free)
 
+    @property
+    def backlog(self) -> int:
+        """Most tokens that are still to be computed: of prompts, and those to be made."""
+        total = 0
+        for job in self._jobs.values():
+            fresh = job.state in (State.WAITING, State.DRAINING)
+            total += job.limit - job.tokens
+            total += job.tokens if fresh else job.target - job.prefilled
+        return total
+
     def state(self, request: int) -> State:
         """Where a request that has not ended is."""
         return self._jobs[request].state

@@ -52,6 +52,30 @@ def test_every_token_is_made_whatever_the_policy():
     assert several["prefix"].seconds < several["plain"].seconds
 
 
+def test_two_replicas_by_hand():
+    """Each serves one of two requests as if alone; a third waits for the shorter queue."""
+    alone = run([traffic.Request(3.0, 100, 5)])
+    pair = [traffic.Request(3.0, 100, 5), traffic.Request(3.0, 100, 5)]
+    both = run(pair, replicas=2)
+    assert both.given == [1, 1] and both.first == alone.first * 2
+    assert both.seconds == alone.seconds and sorted(both.between) == sorted(alone.between * 2)
+    uneven = [traffic.Request(3.0, 100, 50), traffic.Request(3.0, 100, 5)]
+    late = traffic.Request(3.0 + 1e-9, 100, 5)
+    assert run([*uneven, late], replicas=2).given == [1, 2]
+
+
+def test_warm_routing_computes_less():
+    trace = traffic.poisson(60, 2e3, prompt=60, new=5, texts=6, shared=640, seed=3)
+    found = {
+        route: run(trace, replicas=3, prefix=PrefixPolicy(), route=route)
+        for route in ("warm", "turns")
+    }
+    assert all(one.tokens == sum(request.new for request in trace) for one in found.values())
+    assert all(sum(one.given) == 60 and min(one.given) > 5 for one in found.values())
+    assert found["turns"].given == [20, 20, 20]
+    assert found["warm"].computed < 0.8 * found["turns"].computed
+
+
 def test_prefill_first_serves_first_tokens_sooner_and_others_later():
     trace = traffic.poisson(80, 5e4, prompt=400, new=30, seed=2)
     eager = run(trace, dataclasses.replace(POLICY, prefill_burst=16, decode_burst=1)).summary()
@@ -75,6 +99,10 @@ def test_the_command(capsys):
     assert plain["computed"] == 1 > cached["computed"] and cached["policy"] == "4:4:prefix"
     assert cli.main([*command.split(), "--policy", "4"]) == 2
     assert "policy '4': expected P:D or P:D:prefix" in capsys.readouterr().err
+    spread = "--replicas 2 --policy 4:4:prefix:turns"
+    assert cli.main([*command.split()[:-5], *spread.split(), "--json"]) == 0
+    record = json.loads(capsys.readouterr().out)
+    assert record["replicas"] == 2 and record["uneven"] == 1
 
 
 def test_a_request_that_does_not_fit_is_named():

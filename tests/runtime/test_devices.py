@@ -24,6 +24,7 @@ def used() -> dict[int, set[jax.Device]]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 def test_two_engines_work_at_once_each_on_its_device(folder, prompts):
     """Their requests in turns, after one read of the checkpoint: the bits of each one alone.
     Nothing of theirs lies elsewhere and nothing is copied from another device on the way."""
