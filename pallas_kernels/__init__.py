@@ -22,7 +22,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-OPERATIONS = ("mla_attention", "grouped_gemm", "index_topk", "row_matmul")
+OPERATIONS = ("mla_attention", "grouped_gemm", "index_topk", "row_matmul", "sinkhorn")
 NAMES = ("auto", "reference", "xla", "hopper", "hopper_fp8", "blackwell")
 
 

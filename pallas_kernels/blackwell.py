@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import formats, stores, widen
-from pallas_kernels.tiles import COPY_REGISTERS, STEP, Product, one_matrix, row_tiles
+from pallas_kernels.tiles import COPY_REGISTERS, STEP, Product, equal_groups, row_tiles
 
 plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
@@ -82,7 +82,7 @@ def multiply(
     if product.width % plan.channels:
         raise NotImplementedError(f"{product.width} channels are not a multiple of {plan.channels}")
     if group_sizes is None:
-        tiles, count = one_matrix(product.rows, TILE)
+        tiles, count = equal_groups(1, product.rows, TILE)
     else:
         tiles, count = row_tiles(group_sizes, product.rows, TILE)
     padded = jnp.pad(x, ((0, TILE), (0, 0)))

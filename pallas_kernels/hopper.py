@@ -30,8 +30,8 @@ from pallas_kernels.tiles import (
     STORE_ROWS,
     Plan,
     Product,
+    equal_groups,
     fit,
-    one_matrix,
     parts,
     row_tiles,
 )
@@ -48,6 +48,8 @@ def multiply(
     product: Product,
     plan: Plan,
     row_scale: Float[Array, " rows"] | None = None,
+    *,
+    groups: int = 1,
 ) -> Float[Array, "split_rows out"]:
     """x times the matrices stacked in `weights`, rows sorted by matrix.
 
@@ -55,7 +57,7 @@ def multiply(
         x: bf16, or e4m3 with `row_scale`.
         weights: uint8 or bf16, the stored rows of every matrix one after the other.
         scales: the stored scale bytes, flat; ignored for bf16.
-        group_sizes: rows of each matrix; None for a single matrix.
+        group_sizes: rows of each matrix; None for `groups` matrices with as many rows each.
         route: float32 routing weights of SwiGLU, else None.
         row_scale: float32 power of two of every e4m3 row.
 
@@ -63,7 +65,7 @@ def multiply(
         [splits * rows, out]; rows past the groups are zero.
     """
     if group_sizes is None:
-        tiles, count = one_matrix(product.rows, plan.rows)
+        tiles, count = equal_groups(groups, product.rows // groups, plan.rows)
     else:
         tiles, count = row_tiles(group_sizes, product.rows, plan.rows)
     blocks = registers.order_columns(x, product.kind, e4m3=product.e4m3)

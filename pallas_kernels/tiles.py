@@ -187,11 +187,14 @@ def row_tiles(
     return table, jnp.sum(tiles_of)[None].astype(jnp.int32)
 
 
-def one_matrix(rows: int, tile: int) -> tuple[Int32[Array, "tiles 3"], Int32[Array, " one"]]:
-    """The same for a single matrix, as constants."""
+def equal_groups(
+    groups: int, rows: int, tile: int
+) -> tuple[Int32[Array, "tiles 3"], Int32[Array, " one"]]:
+    """The same for groups of `rows` rows each, as constants."""
     first = np.arange(0, rows, tile)
-    table = np.stack([0 * first, first, np.minimum(rows - first, tile)], axis=1)
-    return jnp.asarray(table, jnp.int32), jnp.full((1,), len(first), jnp.int32)
+    each = np.stack([0 * first, first, np.minimum(rows - first, tile)], axis=1)
+    table = np.concatenate([each + [group, group * rows, 0] for group in range(groups)])
+    return jnp.asarray(table, jnp.int32), jnp.full((1,), len(table), jnp.int32)
 
 
 def check(product: Product, plan: Plan, single: bool) -> None:

@@ -9,6 +9,7 @@ its products and the bytes it has to read.
                     to hit, E (1 - (1 - 1/E)^n)
     index_topk      2 g w h d T FLOP;            reads the T keys of each sequence once
     row_matmul      2 r K N FLOP;                reads the weight once
+    sinkhorn        as its reference: no products
 
 Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
 """
@@ -20,6 +21,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from pallas_kernels.sinkhorn import reference as sinkhorn
 
 NAME = "priced_kernel_"
 
@@ -45,6 +48,8 @@ class Costs:
     found: list[Cost] = dataclasses.field(default_factory=list)
 
     def __call__(self, op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if op == "sinkhorn":  # no products, and what it reads is small: as the reference does it
+            return sinkhorn.normalise(*args, **kwargs)
         kwargs = dict(kwargs)
         extra = kwargs.pop("candidate_blocks", None)
         price = getattr(self, f"_{op}", None)
@@ -110,7 +115,9 @@ class Costs:
 
     def _row_matmul(self, function, args, kwargs):
         x, weight, scales = args
-        out = jax.ShapeDtypeStruct((x.shape[0], weight.shape[0]), jnp.dtype(kwargs["out_dtype"]))
+        groups = x.shape[1:-1]  # matmul_groups: each has its own rows of the weight
+        shape = (x.shape[0], *groups, weight.shape[0] // math.prod(groups))
+        out = jax.ShapeDtypeStruct(shape, jnp.dtype(kwargs["out_dtype"]))
         read = [_bytes(leaf) for leaf in (x, weight, scales) if leaf is not None]
         return {_kind(x): 2.0 * x.shape[0] * weight.size}, read, out
 

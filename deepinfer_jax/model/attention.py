@@ -28,12 +28,12 @@ from deepinfer_jax.model import compressor, indexer, quant, rope
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.linear import dequantise, linear, linear_total
+from deepinfer_jax.model.linear import linear, linear_total
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
-from deepinfer_jax.spec import Leaf, dense, norm, plain
+from deepinfer_jax.spec import Leaf, Quantized, dense, norm, plain
 from pallas_kernels import mla_attention, row_matmul
 
 
@@ -247,18 +247,16 @@ def output(
         )
         wide = cfg.num_attention_heads // cfg.o_groups * cfg.head_dim
         grouped = out.reshape(out.shape[0], -1, wide)
-        matrix = dequantise(weights.wo_a, out.dtype).reshape(-1, cfg.o_lora_rank, wide)
-        low = [
-            row_matmul.matmul(
-                grouped[:, group],
-                matrix[group],
-                out_dtype=out.dtype,
-                invariant=numerics.invariant,
-                implementation=setup.kernels["row_matmul"],
-            )
-            for group in range(matrix.shape[0])
-        ]
-        return linear_total(setup, jnp.concatenate(low, axis=-1), weights.wo_b, "o_group")
+        quantized = isinstance(weights.wo_a, Quantized)
+        low = row_matmul.matmul_groups(
+            grouped,
+            weights.wo_a.values if quantized else weights.wo_a.astype(out.dtype),
+            weights.wo_a.scales if quantized else None,
+            out_dtype=out.dtype,
+            invariant=numerics.invariant,
+            implementation=setup.kernels["row_matmul"],
+        )
+        return linear_total(setup, low.reshape(out.shape[0], -1), weights.wo_b, "o_group")
 
 
 def _replaced(items: tuple, index: int, value: object) -> tuple:

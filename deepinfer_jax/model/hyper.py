@@ -21,7 +21,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.norm import inverse_rms
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, plain
-from pallas_kernels import row_matmul
+from pallas_kernels import row_matmul, sinkhorn
 
 
 @flax.struct.dataclass
@@ -75,38 +75,28 @@ def mixes(setup: Setup, weights: HyperWeights, streams: Float[Array, "rows n d"]
             implementation=setup.kernels["row_matmul"],
         )
         return split(
-            projected * inverse_rms(flat, cfg.rms_norm_eps), weights.scale, weights.base, cfg
+            setup, projected * inverse_rms(flat, cfg.rms_norm_eps), weights.scale, weights.base
         )
 
 
 def split(
+    setup: Setup,
     m: Float[Array, "rows mix"],
     scale: Float[Array, " 3"],
     base: Float[Array, " mix"],
-    cfg: ModelConfig,
 ) -> Mixes:
     """The projected, normalised statistics m as mixes."""
-    n = cfg.hc_mult
+    cfg, n = setup.cfg, setup.cfg.hc_mult
     pre = jax.nn.sigmoid(m[:, :n] * scale[0] + base[None, :n]) + jnp.float32(cfg.hc_eps)
     post = 2.0 * jax.nn.sigmoid(m[:, n : 2 * n] * scale[1] + base[None, n : 2 * n])
     square = m[:, 2 * n :] * scale[2] + base[None, 2 * n :]
-    return Mixes(pre, post, sinkhorn(square.reshape(-1, n, n), cfg.hc_sinkhorn_iters, cfg.hc_eps))
-
-
-def sinkhorn(
-    logits: Float[Array, "rows n n"], iterations: int, eps: float
-) -> Float[Array, "rows n n"]:
-    """Row softmax, then alternating normalisations; the last one is over columns (axis 1)."""
-    small = jnp.float32(eps)
-
-    def columns(a: Array) -> Array:
-        return a / (jnp.sum(a, axis=1, keepdims=True) + small)
-
-    def both(_: Array, a: Array) -> Array:
-        return columns(a / (jnp.sum(a, axis=2, keepdims=True) + small))
-
-    first = columns(jax.nn.softmax(logits, axis=2) + small)
-    return jax.lax.fori_loop(0, iterations - 1, both, first)
+    comb = sinkhorn.normalise(
+        square.reshape(-1, n, n),
+        iterations=cfg.hc_sinkhorn_iters,
+        eps=cfg.hc_eps,
+        implementation=setup.kernels["sinkhorn"],
+    )
+    return Mixes(pre, post, comb)
 
 
 def collapse(

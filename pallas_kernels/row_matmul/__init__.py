@@ -48,3 +48,31 @@ def matmul(
         (x, w, scales),
         dict(out_dtype=out_dtype, invariant=invariant),
     )
+
+
+def matmul_groups(
+    x: Float[Array, "rows groups k"],
+    w: Shaped[Array, "stacked k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool = False,
+    implementation: str = "auto",
+) -> Float[Array, "rows groups n"]:
+    """Each group of a row times its own matrix: y[r, g] = x[r, g] @ w[g n : (g + 1) n]^T.
+
+    Args:
+        w: bf16, f32 or e4m3 [groups n, K], the matrices one after the other; `scales` and the rest
+            as for `matmul`.
+
+    Raises:
+        NotImplementedError: the named implementation declines this case.
+    """
+    return call(
+        "row_matmul",
+        "matmul_groups",
+        IMPLEMENTATIONS,
+        implementation,
+        (x, w, scales),
+        dict(out_dtype=out_dtype, invariant=invariant),
+    )

@@ -6,12 +6,15 @@ bf16 rows. FP8 block weights are widened to bf16 by XLA first: exact, and the te
 block scales cover 32 columns of one row only.
 """
 
+import functools
+
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import blackwell, formats
 from pallas_kernels.blackwell import Plan
+from pallas_kernels.row_matmul.groups import one_by_one
 from pallas_kernels.row_matmul.hopper import terms
 from pallas_kernels.tiles import Product
 
@@ -49,3 +52,7 @@ def matmul(
     for part in reversed(parts[:-1]):
         total = total + part
     return total.astype(out_dtype)
+
+
+matmul_groups = functools.partial(one_by_one, matmul)
+"""See pallas_kernels.row_matmul.matmul_groups."""

@@ -6,12 +6,15 @@ sums in another order below 64 rows, so a short call is padded to a whole tile a
 over tiles.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import formats
+from pallas_kernels.row_matmul.groups import one_by_one
 
 TILE = 64
 
@@ -41,3 +44,7 @@ def matmul(
         return _product(x, weight)[:rows].astype(out_dtype)
     out = jax.lax.map(lambda tile: _product(tile, weight), x.reshape(tiles, TILE, x.shape[1]))
     return out.reshape(tiles * TILE, w.shape[0])[:rows].astype(out_dtype)
+
+
+matmul_groups = functools.partial(one_by_one, matmul)
+"""See pallas_kernels.row_matmul.matmul_groups."""

@@ -1,4 +1,4 @@
-"""Named cases of the row product: corners that run anywhere, and the released projections at 64 to
+"""Named cases of the row product: corners that run anywhere, and the released projections at 16 to
 4,096 rows."""
 
 import functools
@@ -16,25 +16,28 @@ RELEASED = {
     "wq_a": (1280, 5120, "fp8"),
     "wq_b": (32768, 1280, "fp8"),
     "wkv": (512, 5120, "fp8"),
-    "wo_a": (1024, 4096, "bf16"),
     "wo_b": (5120, 8192, "fp8"),
     "shared_up": (2304, 5120, "fp8"),
     "router": (384, 5120, "bf16"),
     "mhc": (24, 20480, "f32"),
 }
-"""name -> (N, K, weight) of the products of a released layer."""
+"""name -> (N, K, weight) of the products of a released layer with one matrix."""
+WO_A = (8, 1024, 4096, "fp8")
+"""(groups, N, K, weight) of the released output projection's first half."""
 
 
-def _inputs(rng: np.random.Generator, rows: int, n: int, k: int, kind: str, dtype: Any) -> tuple:
+def _inputs(
+    rng: np.random.Generator, lead: tuple[int, ...], n: int, k: int, kind: str, dtype: Any
+) -> tuple:
     w, scales = weight(rng, (n, k), kind)
-    return rng.standard_normal((rows, k), dtype=np.float32).astype(dtype), w, scales
+    return rng.standard_normal((*lead, k), dtype=np.float32).astype(dtype), w, scales
 
 
-def _abstract(rows: int, n: int, k: int, kind: str, dtype: Any) -> tuple:
+def _abstract(lead: tuple[int, ...], n: int, k: int, kind: str, dtype: Any) -> tuple:
     stored = {"fp8": jnp.float8_e4m3fn, "bf16": jnp.bfloat16, "f32": jnp.float32}[kind]
     blocks = (-(-n // 32), -(-k // 32))
     return (
-        jax.ShapeDtypeStruct((rows, k), dtype),
+        jax.ShapeDtypeStruct((*lead, k), dtype),
         jax.ShapeDtypeStruct((n, k), stored),
         jax.ShapeDtypeStruct(blocks, jnp.float8_e8m0fnu) if kind == "fp8" else None,
     )
@@ -50,20 +53,24 @@ def case(
     dtype: Any = ml_dtypes.bfloat16,
     out: Any = ml_dtypes.bfloat16,
     invariant: bool = True,
+    groups: int | None = None,
     tags: tuple[str, ...] = ("test",),
 ) -> Case:
-    """One case."""
+    """One case; with `groups`, of as many matrices of n channels."""
     byte = {"fp8": 1, "bf16": 2, "f32": 4}[kind]
     exact = np.dtype(out) == np.float32 and kind != "fp8"
+    lead, parts = ((rows,), 1) if groups is None else ((rows, groups), groups)
+    channels = parts * n
     return Case(
         name=name,
-        function="matmul",
-        build=functools.partial(_inputs, rows=rows, n=n, k=k, kind=kind, dtype=dtype),
-        shapes=functools.partial(_abstract, rows, n, k, kind, dtype),
+        function="matmul" if groups is None else "matmul_groups",
+        build=functools.partial(_inputs, lead=lead, n=channels, k=k, kind=kind, dtype=dtype),
+        shapes=functools.partial(_abstract, lead, channels, k, kind, dtype),
         small=lambda _: (None, None, None),
         options=(("invariant", invariant), ("out_dtype", np.dtype(out))),
-        flops=2 * rows * n * k,
-        bytes=n * k * byte + rows * (k * np.dtype(dtype).itemsize + n * np.dtype(out).itemsize),
+        flops=2 * rows * channels * k,
+        bytes=channels * k * byte
+        + rows * (parts * k * np.dtype(dtype).itemsize + channels * np.dtype(out).itemsize),
         tags=frozenset(tags),
         tolerance=1e-5 if exact else 5e-3,
     )
@@ -75,6 +82,9 @@ def _released() -> list[Case]:
         out = np.float32 if name in ("router", "mhc") else ml_dtypes.bfloat16
         for rows in (16, 256, 1024, 4096):
             cases.append(case(f"{name}_{rows}", rows, n, k, kind, out=out, tags=("aot", "bench")))
+    groups, n, k, kind = WO_A
+    for rows in (16, 256, 1024, 4096):
+        cases.append(case(f"wo_a_{rows}", rows, n, k, kind, groups=groups, tags=("aot", "bench")))
     return cases
 
 
@@ -87,5 +97,7 @@ CASES: tuple[Case, ...] = (
     case("f32", 5, 24, 320, "f32", dtype=np.float32, out=np.float32),
     case("fp8_tile", 150, 512, 384, "fp8"),
     case("one_row", 1, 64, 128, "fp8"),
+    case("groups_fp8", 33, 128, 256, "fp8", groups=3),
+    case("groups_bf16", 5, 64, 96, "bf16", groups=2, out=np.float32),
     *_released(),
 )

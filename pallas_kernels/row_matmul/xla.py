@@ -6,12 +6,15 @@ invariant form loops over fixed tiles of TILE rows; XLA may still fuse a single 
 it is what is left where no kernel of ours runs.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import formats
+from pallas_kernels.row_matmul.groups import one_by_one
 
 TILE = 128
 
@@ -41,3 +44,7 @@ def matmul(
     padded = jnp.pad(x, ((0, tiles * TILE - rows), (0, 0))).reshape(tiles, TILE, -1)
     out = jax.lax.map(lambda tile: _product(tile, weight), padded)
     return out.reshape(tiles * TILE, -1)[:rows].astype(out_dtype)
+
+
+matmul_groups = functools.partial(one_by_one, matmul)
+"""See pallas_kernels.row_matmul.matmul_groups."""

@@ -1,0 +1,28 @@
+"""Products of a row's parts, each with a matrix of its own, one part after the other."""
+
+from collections.abc import Callable
+
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Shaped
+
+from pallas_kernels import formats
+
+
+def one_by_one(
+    matmul: Callable[..., Array],
+    x: Float[Array, "rows groups k"],
+    w: Shaped[Array, "stacked k"],
+    scales: Shaped[Array, "nb kb"] | None,
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool,
+) -> Float[Array, "rows groups n"]:
+    """`matmul` for each group; stored weights are widened first (exact in bfloat16)."""
+    _, groups, k = x.shape
+    weight = formats.dequantise(w, scales).astype(x.dtype).reshape(groups, -1, k)
+    parts = [
+        matmul(x[:, group], weight[group], out_dtype=out_dtype, invariant=invariant)
+        for group in range(groups)
+    ]
+    return jnp.stack(parts, axis=1)
