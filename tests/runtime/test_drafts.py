@@ -62,33 +62,6 @@ def test_fewer_drafts_and_adaptive_widths_change_nothing(llm, prompts, adaptive)
     assert verified[1.0] < 1 < 2 < verified[1e-9]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("batch", [1, 4])
-@pytest.mark.parametrize("style", STYLES)
-@pytest.mark.parametrize("speculate", [1, 2, None, "adaptive"])
-def test_two_thousand_tokens(llm, prompts, adaptive, style, batch, speculate):
-    work, params = prompts(*range(1, 51, 5)), _params(style, 10, 200)
-    engine = llm(adaptive if speculate == "adaptive" else {"speculate": speculate}, invariant=True)
-    plain = llm({"speculate": 0}, invariant=True).generate(work, params)
-    for first in range(0, 10, batch):
-        some = slice(first, first + batch)
-        same(plain[some], engine.generate(work[some], params[some]))
-
-
-@pytest.mark.slow
-def test_without_invariant_the_first_divergence_is_a_near_tie(llm, prompts):
-    """Tokens may part only where two of them are within rounding."""
-    work, params = prompts(3, 17, 40, 26), _params("greedy", 4, 60, few=False)
-    plain = llm({"speculate": 0}).generate(work, params)
-    drafted = llm().generate(work, params)
-    for a, b in zip(plain, drafted, strict=True):
-        ids, other = a.outputs[0].token_ids, b.outputs[0].token_ids
-        agree = next((i for i in range(60) if ids[i] != other[i]), 60)
-        assert np.abs(logprobs(a)[:agree] - logprobs(b)[:agree]).max(initial=0) < 5e-5
-        if agree < 60:
-            assert abs(logprobs(a)[agree] - logprobs(b)[agree]) < 1e-4
-
-
 def _plain(tokens):
     """Without penalties, which would count ids given as a prompt in another way."""
     return dj.SamplingParams(
