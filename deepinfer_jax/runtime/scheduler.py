@@ -221,8 +221,8 @@ class Scheduler:
             inside[shard(slot)] += 1
             grows = self.pages.held(slot) < self.pages.needed(job.limit - 1)
             grow[shard(slot)] += grows and self.policy.decodes
-        room = {slot: self.pages.room(slot) - grow[shard(slot)] for slot in self._free}
-        fits = [slot for slot, free in room.items() if pages <= free]
+        lowest = {shard(slot): slot for slot in self._free}  # they are in falling order
+        fits = [slot for one, slot in lowest.items() if pages <= self.pages.room(slot) - grow[one]]
         least = min((inside[shard(slot)] for slot in fits), default=0)
         fits = [slot for slot in fits if inside[shard(slot)] == least]
         warm: collections.Counter[int] = collections.Counter()
