@@ -14,9 +14,9 @@ from tests.runtime.runs import measured
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("replay", "most"), [(64, 2e-2), (128, 1e-3)])
+@pytest.mark.parametrize(("replay", "most"), [(64, 1e-2), (128, 1e-4)])
 def test_measured_difference(replay, most):
-    """most: with room for a demo trained anew; of the first one 1.3e-3 and 1.6e-5 were measured."""
+    """most: 3.2e-3 and 6.7e-6 were measured."""
 
     def engine(cache: PrefixPolicy | bool) -> dj.LLM:
         num = dj.Numerics.preset("float32", cache_qdq=False, invariant=True)
@@ -32,3 +32,4 @@ def test_measured_difference(replay, most):
     work = [ids[:600] + ids[start:end] for start, end in ((600, 640), (640, 657), (657, 717))]
     found = measured(exact, other, work, replay=replay, ends=(512, 512, 640))
     assert 0 < found.worst <= most
+    assert found.alike == [24] * 3
