@@ -69,7 +69,7 @@ def test_a_layout_on_devices_of_choice(folder):
 def test_devices_that_cannot_be_used_are_named(folder):
     one, two, three = jax.devices()[:3]
     for devices, layout, message in (
-        ([one, two], None, "devices: 2 given; no layout needs 1"),
+        ([one, two], None, "devices: 2 given; layout 'single' needs 1"),
         ([one, two, three], PAIR, "devices: 3 given; layout 'pair' needs 2"),
         ([two, two], PAIR, "devices: .*1.* is there twice"),
         ([0], None, "devices: 0; expected jax devices"),
