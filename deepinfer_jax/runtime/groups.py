@@ -13,13 +13,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from deepinfer_jax.layout import Layout
 
 
-def checked(devices: Sequence[Any], layout: Layout | None) -> tuple[Any, ...]:
-    """The devices asked for, in the mesh's order (one without a layout).
+def checked(devices: Sequence[Any], layout: Layout) -> tuple[Any, ...]:
+    """The devices asked for, in the mesh's order.
 
     Raises ValueError for another number than the layout's, for one named twice, and for one that
     this process does not drive or that is not of jax's default platform.
     """
-    size = 1 if layout is None else layout.size
     for device in devices:
         if not isinstance(device, jax.Device):
             raise ValueError(f"devices: {device!r}; expected jax devices, as of jax.devices()")
@@ -35,9 +34,10 @@ def checked(devices: Sequence[Any], layout: Layout | None) -> tuple[Any, ...]:
                 f"devices: {device} belongs to process {device.process_index}; expected devices of "
                 f"this one, {device.client.process_index()}"
             )
-    if len(devices) != size:
-        name = "no layout" if layout is None else f"layout {layout.name!r}"
-        raise ValueError(f"devices: {len(devices)} given; {name} needs {size}")
+    if len(devices) != layout.size:
+        raise ValueError(
+            f"devices: {len(devices)} given; layout {layout.name!r} needs {layout.size}"
+        )
     return tuple(devices)
 
 

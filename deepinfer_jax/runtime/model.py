@@ -126,7 +126,7 @@ def load(
     that this project tests (`platform.prepared`). Raises PlatformError, CheckpointError (one line a
     finding) or ValueError before any weight is read.
     """
-    used = None if devices is None else groups.checked(devices, layout)
+    used = None if devices is None else groups.checked(devices, layout or Layout.single())
     chosen = Numerics.preset(numerics) if isinstance(numerics, str) else numerics
     layout = platform.prepared(layout, used)
     found = checkpoint.read(path, layout, used)

@@ -13,6 +13,7 @@ On one device everything here is the identity.
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -179,22 +180,12 @@ def take(layout: Layout, state: State, slot: Int32[Array, ""], pages: Int32[Arra
 
 def grammar_of(layout: Layout, state: State, slot: Int32[Array, ""]) -> GrammarState:
     """See `state.grammar_of`; the owner's on every device."""
-
-    def local(state: State, slot: Array) -> GrammarState:
-        place = _here(layout, slot, _slots(state))
-        return _from_owner(layout, states.grammar_of(state, jnp.maximum(place, 0)), place >= 0)
-
-    return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, slot)
+    return _of_slot(layout, state, slot, states.grammar_of)
 
 
 def take_rings(layout: Layout, state: State, slot: Int32[Array, ""]) -> Any:
     """See `state.take_rings`; the owner's on every device."""
-
-    def local(state: State, slot: Array) -> Any:
-        place = _here(layout, slot, _slots(state))
-        return _from_owner(layout, states.take_rings(state, jnp.maximum(place, 0)), place >= 0)
-
-    return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, slot)
+    return _of_slot(layout, state, slot, states.take_rings)
 
 
 def put_rings(layout: Layout, state: State, slot: Int32[Array, ""], rings: Any) -> State:
@@ -226,6 +217,16 @@ def put_pages(layout: Layout, state: State, pages: Int32[Array, " n"], content: 
 
     cut = own(layout)
     return parallel.spmd(layout, local, (cut, WHOLE, WHOLE), cut)(state, pages, content)
+
+
+def _of_slot(layout: Layout, state: State, slot: Array, read: Callable[..., Any]) -> Any:
+    """What `read` gives of a slot's place in its owner's share, on every device."""
+
+    def local(state: State, slot: Array) -> Any:
+        place = _here(layout, slot, _slots(state))
+        return _from_owner(layout, read(state, jnp.maximum(place, 0)), place >= 0)
+
+    return parallel.spmd(layout, local, (own(layout), WHOLE), WHOLE)(state, slot)
 
 
 def _over_shards(

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 from pallas_kernels import blackwell, formats
 from pallas_kernels.blackwell import Plan
 from pallas_kernels.row_matmul.groups import one_by_one
-from pallas_kernels.row_matmul.hopper import terms
+from pallas_kernels.row_matmul.hopper import check, terms
 from pallas_kernels.tiles import Product
 
 
@@ -30,15 +30,10 @@ def matmul(
 ) -> Float[Array, "rows n"]:
     """See pallas_kernels.row_matmul.matmul; `shape` overrides the tile shape."""
     del invariant  # always
-    if x.dtype != jnp.bfloat16:
-        raise NotImplementedError(f"rows are {x.dtype}, the kernel takes bfloat16")
-    if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"out_dtype is {jnp.dtype(out_dtype)}, expected bf16 or f32")
+    check(x, w, out_dtype)
     shape = shape or Plan(128, 3)
     if w.dtype == jnp.float8_e4m3fn:
         w = formats.dequantise(w, scales).astype(jnp.bfloat16)
-    if w.dtype not in (jnp.bfloat16, jnp.float32):
-        raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
     rows, channels = x.shape[0], w.shape[0]
     stacked = terms(w) if w.dtype == jnp.float32 else w[None]
     count = stacked.shape[0]

@@ -47,23 +47,25 @@ def terms(w: Float[Array, "n k"]) -> Float[Array, "terms n k"]:
     return jnp.stack(found).astype(jnp.bfloat16)
 
 
-def _stored(
-    x: Array, w: Array, scales: Array | None, out_dtype: DTypeLike
-) -> tuple[str, Array, Array]:
-    """(kind of weight, its numbers, its scale bytes); NotImplementedError for other types."""
+def check(x: Array, w: Array, out_dtype: DTypeLike) -> None:
+    """Raises NotImplementedError for types that the kernels of this operation do not take."""
     if x.dtype != jnp.bfloat16:
         raise NotImplementedError(f"rows are {x.dtype}, the kernel takes bfloat16")
     if jnp.dtype(out_dtype) not in (jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"out_dtype is {jnp.dtype(out_dtype)}, expected bf16 or f32")
-    if w.dtype == jnp.float8_e4m3fn:
-        if scales is None:
-            raise ValueError("scales: e4m3 weights need e8m0 scales of 32 x 32 blocks")
-        # A last weight tile that is not full still looks up the scales of its missing rows.
-        flat = jnp.pad(formats.scale_bytes(scales), ((0, 4), (0, 0))).reshape(-1)
-        return "fp8", w.view(jnp.uint8), flat
-    if w.dtype not in (jnp.bfloat16, jnp.float32):
+    if w.dtype not in (jnp.float8_e4m3fn, jnp.bfloat16, jnp.float32):
         raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
-    return "bf16", w, jnp.zeros((128,), jnp.uint8)
+
+
+def _stored(w: Array, scales: Array | None) -> tuple[str, Array, Array]:
+    """(kind of weight, its numbers, its scale bytes)."""
+    if w.dtype != jnp.float8_e4m3fn:
+        return "bf16", w, jnp.zeros((128,), jnp.uint8)
+    if scales is None:
+        raise ValueError("scales: e4m3 weights need e8m0 scales of 32 x 32 blocks")
+    # A last weight tile that is not full still looks up the scales of its missing rows.
+    flat = jnp.pad(formats.scale_bytes(scales), ((0, 4), (0, 0))).reshape(-1)
+    return "fp8", w.view(jnp.uint8), flat
 
 
 def matmul(
@@ -77,8 +79,9 @@ def matmul(
 ) -> Float[Array, "rows n"]:
     """See pallas_kernels.row_matmul.matmul; `shape` overrides the tile shape."""
     del invariant  # always
+    check(x, w, out_dtype)
     rows, k = x.shape
-    kind, w, flat = _stored(x, w, scales, out_dtype)
+    kind, w, flat = _stored(w, scales)
     channels = w.shape[0]
     if kind == "fp8" and channels % CHANNELS:
         raise NotImplementedError(f"{channels} channels are not a multiple of {CHANNELS}")
@@ -115,8 +118,9 @@ def matmul_groups(
 ) -> Float[Array, "rows groups n"]:
     """See pallas_kernels.row_matmul.matmul_groups: every group in one launch, K in one part."""
     del invariant  # always
+    check(x, w, out_dtype)
     rows, groups, k = x.shape
-    kind, w, flat = _stored(x, w, scales, out_dtype)
+    kind, w, flat = _stored(w, scales)
     channels = w.shape[0] // groups
     if w.dtype == jnp.float32 or channels % 128:
         raise NotImplementedError(f"groups of {channels} {w.dtype} channels, expected 128 a tile")

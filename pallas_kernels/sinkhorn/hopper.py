@@ -36,29 +36,26 @@ def normalise(
 def _program(blocks: int, n: int, iterations: int, eps: float):
     """The callable for one shape: [n n, 128 blocks] -> the same."""
 
-    def lines(a, axis):
-        """Divides by the sums over `axis` of an n x n list, in its order."""
-        step, start = (n, 1) if axis == 0 else (1, n)
-        sums = [
-            functools.reduce(operator.add, [a[i * start + j * step] for j in range(n)]) + eps
-            for i in range(n)
-        ]
-        return [x / sums[(i % n) if axis == 0 else (i // n)] for i, x in enumerate(a)]
+    def divided(a, axis, more=None):
+        """An n x n list over the sums along an axis, each with `more` added."""
+        lines = [a[i::n] if axis == 0 else a[n * i : n * i + n] for i in range(n)]
+        sums = [functools.reduce(operator.add, line) for line in lines]
+        if more is not None:
+            sums = [total + more for total in sums]
+        return [x / sums[i % n if axis == 0 else i // n] for i, x in enumerate(a)]
 
     def softmax(a):
         peaks = [functools.reduce(jnp.maximum, a[n * i : n * i + n]) for i in range(n)]
-        powers = [jnp.exp(x - peaks[i // n]) for i, x in enumerate(a)]
-        sums = [functools.reduce(operator.add, powers[n * i : n * i + n]) for i in range(n)]
-        return [x / sums[i // n] for i, x in enumerate(powers)]
+        return divided([jnp.exp(x - peaks[i // n]) for i, x in enumerate(a)], 1)
 
     def body(entries, out):
         mine = pl.ds(lax.axis_index("block") * THREADS, THREADS)
 
         def both(_, a):
-            return tuple(lines(lines(a, 1), 0))
+            return tuple(divided(divided(a, 1, eps), 0, eps))
 
         a = [plgpu.load(entries.at[i, mine], layout=LAYOUT, optimized=False) for i in range(n * n)]
-        a = lines([x + eps for x in softmax(a)], 0)
+        a = divided([x + eps for x in softmax(a)], 0, eps)
         for i, x in enumerate(lax.fori_loop(0, iterations - 1, both, tuple(a))):
             out[i, mine] = x
 

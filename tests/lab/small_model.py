@@ -1,5 +1,7 @@
 """A random model whose every sharded axis divides by eight, for layouts on simulated devices."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
@@ -113,3 +115,19 @@ def pad_rows(tree, specs_like):
         tree,
         specs_like,
     )
+
+
+def random_state(programs) -> Any:
+    """A state of eight slots and eight pages full of random bytes."""
+    rng = np.random.default_rng(2)
+
+    def drawn(leaf):
+        raw = rng.integers(0, 2 if leaf.dtype == bool else 256, leaf.nbytes, dtype=np.uint8)
+        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
+
+    return jax.tree.map(drawn, programs.empty(8, 8))
+
+
+def paged(cache) -> set[int]:
+    """The `id` of the leaves of a cache that lie in pages."""
+    return {id(leaf) for leaf in jax.tree.leaves((cache.entries, cache.keys))}

@@ -91,22 +91,12 @@ def test_generated_tokens_are_those_of_one_device(folder, name):
 def test_a_request_moves_between_shards_to_the_bit(folder):
     """`take` and `put` of random bytes: the owner's share, to another shard's slot and pages."""
     programs = engine(folder, read("tp_ep"))._loop.programs
-    rng = np.random.default_rng(2)
-
-    def drawn(leaf):
-        raw = rng.integers(0, 2 if leaf.dtype == bool else 256, leaf.nbytes, dtype=np.uint8)
-        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
-
-    state = jax.tree.map(drawn, programs.empty(8, 8))
+    state = small_model.random_state(programs)
     before = jax.device_get(state)
     saved = jax.device_get(programs.take(state, 6, np.array([7, 4], np.int32)))
     state = programs.put(state, 1, np.array([2, 3], np.int32), saved)
     after = jax.device_get(state)
-    paged = {
-        id(leaf)
-        for part in (before.cache.entries, before.cache.keys)
-        for leaf in jax.tree.leaves(part)
-    }
+    paged = small_model.paged(before.cache)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         want = old.copy()
         target, source = ([2, 3], [7, 4]) if id(old) in paged else ([1], [6])

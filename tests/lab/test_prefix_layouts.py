@@ -80,22 +80,15 @@ def test_found_on_devices_on_the_host_and_in_files(folder, name, tmp_path):
 def test_pages_and_rings_move_between_shards_to_the_bit(folder):
     """`take_pages`, `put_pages`, `take_rings`, `put_rings` of random bytes."""
     programs = engine(folder, "tp_ep")._loop.programs
-    rng = np.random.default_rng(2)
-
-    def drawn(leaf):
-        raw = rng.integers(0, 2 if leaf.dtype == bool else 256, leaf.nbytes, dtype=np.uint8)
-        return jax.device_put(raw.view(leaf.dtype).reshape(leaf.shape), leaf.sharding)
-
-    state = jax.tree.map(drawn, programs.empty(8, 8))
+    state = small_model.random_state(programs)
     before = jax.device_get(state)
     rings = programs.take_rings(state, 6)
     contents = programs.take_pages(state, [7, 1])
     state = programs.put_rings(state, 1, rings)
     state = programs.put_pages(state, [(2, contents[0]), (5, contents[1])])
     after = jax.device_get(state)
-    cache = before.cache
-    paged = {id(leaf) for leaf in jax.tree.leaves((cache.entries, cache.keys))}
-    held = {id(leaf) for leaf in jax.tree.leaves(cache)} - paged
+    paged = small_model.paged(before.cache)
+    held = {id(leaf) for leaf in jax.tree.leaves(before.cache)} - paged
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
         want = old.copy()
         if id(old) in paged:

@@ -26,6 +26,8 @@ pytestmark = pytest.mark.gpu
 SAMPLED = 24
 RELATIVE = 4e-3
 """Of bfloat16 results, Frobenius norm: the rounding of the result and of its factors."""
+MOST = 2048
+"""Row counts whose bits are compared."""
 POISON = 2**30
 """Bytes of memory that are poisoned between two runs, at least one result's."""
 
@@ -142,23 +144,18 @@ def test_index_topk(op, case):
     check_selection(got[some], score, case.keywords()["k"], case.tolerance)
 
 
-@functools.cache
-def most_rows():
-    return max(case.abstract()[0].shape[0] for case in PRODUCTS) // 2
-
-
 def counts_of(name):
     """Row counts on both sides of every change of the tile, whole and short last tiles, and some
     drawn ones: between them every tile that a count from 1 to 2,048 takes."""
     groups, n, k, kind = WO_A if name == "wo_a" else (1, *RELEASED[name])
     width = 3 * -(-n // 8) * 8 if kind == "f32" else groups * n
-    splits, most = 1 if groups > 1 else hopper.parts_of_k(width, k), most_rows()
-    plans = [hopper.plan(rows, width, splits) for rows in range(1, most + 1)]
-    found = {1, 2, 3, 6, most}
-    for rows in range(1, most):
+    splits = 1 if groups > 1 else hopper.parts_of_k(width, k)
+    plans = [hopper.plan(rows, width, splits) for rows in range(1, MOST + 1)]
+    found = {1, 2, 3, 6, MOST}
+    for rows in range(1, MOST):
         if plans[rows - 1] != plans[rows]:
             found |= {rows, rows + 1}
-    return sorted(found | set(np.random.default_rng().integers(1, most, 24).tolist()))
+    return sorted(found | set(np.random.default_rng().integers(1, MOST, 24).tolist()))
 
 
 @pytest.mark.parametrize("half", [0, 1])
@@ -167,12 +164,11 @@ def test_row_bits_at_released_widths(name, half):
     (case,) = (case for case in PRODUCTS if case.name == f"{name}_4096")
     if target().capability is None:
         pytest.skip("needs an NVIDIA GPU")
-    most = most_rows()
     x, w, scales = fresh(case)
     run = compiled("row_matmul", case)
-    whole = np.asarray(run(x[:most], w, scales))
+    whole = np.asarray(run(x[:MOST], w, scales))
     for count in counts_of(name)[half::2]:
-        for first in {0, most - count}:
+        for first in {0, MOST - count}:
             got = np.asarray(run(x[first : first + count], w, scales))
             same = got.view("u1") == whole[first : first + count].view("u1")
             wrong = np.flatnonzero(~same.reshape(count, -1).all(1))
