@@ -116,9 +116,10 @@ class Grammars:
             grammar=np.int32(sample.grammar_row),
             trigger=np.int32(0 if waits else -1),
         )
-        for token in sample.output.token_ids if here else ():
+        tokens = sample.output.token_ids if here else []
+        for token in tokens:
             state = _advance(self.pool, state, np.int32(token))
-        return jax.device_get(state)
+        return jax.device_get(state) if tokens else state
 
     def write_masks(self, samples: Sequence[Sample]) -> None:
         """What the host-tier samples of a step may produce in it."""
