@@ -25,6 +25,9 @@ def cfg() -> ModelConfig:
         "index_topk": 12,
         "candidate_topk_blocks": 4,
         "hidden_size": 64,
+        "hc_sinkhorn_iters": 5,
+        "num_nextn_predict_layers": 1,
+        "compress_ratios": raw["text_config"]["compress_ratios"][:7],
     }
     return ModelConfig.from_hf(raw)
 

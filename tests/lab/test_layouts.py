@@ -26,7 +26,7 @@ SIZES = {
     "tp_ep": ({"data": 2, "tensor": 4}, False),
     "cp_ep_prefill": ({"data": 2, "context": 4}, True),
 }
-FAST = ("ep", "cp_ep_prefill")  # tp_ep is in test_engine_layouts.py
+FAST = ("cp_ep_prefill",)  # tp_ep is in test_engine_layouts.py
 NUMERICS = Numerics.preset("float32", cache_qdq=False)
 TOLERANCE = 5e-5
 BATCH, LENGTH = 8, 64

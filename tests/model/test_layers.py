@@ -42,7 +42,9 @@ def layer_by_layer(setup, weights, tokens, streams, pre, table_rows):
     return recorder.found, after
 
 
-@pytest.fixture(scope="module", params=["float32", "reference"])
+@pytest.fixture(
+    scope="module", params=[pytest.param("float32", marks=pytest.mark.slow), "reference"]
+)
 def both(request, tiny, golden):
     """(preset, transcription's values, our values)."""
     ids = golden["ids.len129"]

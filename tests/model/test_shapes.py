@@ -15,8 +15,7 @@ from deepinfer_jax.model.capture import NAMES
 from tests.model import drawn
 from tests.model.test_golden import MECHANISMS
 
-FAST = ("3", "8")
-DRAFTED = ("8",)  # of these the drafts are checked by default
+FAST = ("8",)
 pytestmark = pytest.mark.long
 FLOAT32 = Numerics.preset("float32", cache_qdq=False)
 CAPTURE = tuple(sorted(NAMES))
@@ -66,11 +65,8 @@ def test_logits_of_every_cut(case):
     assert run.logits.std() > 0.1
 
 
-def test_drafts(request, case):
+def test_drafts(case):
     one, plain, run, model, _ = case
-    name = request.node.callspec.params["case"]
-    if name in FAST and name not in DRAFTED:
-        pytest.skip("compiled for one of the fast cases only")
     if not model.cfg.has_draft:
         with pytest.raises(ValueError, match="no DSpark drafter"):
             model.draft(one.ids[None])

@@ -96,8 +96,15 @@ def test_against_float64(case, implementation):
     assert error <= case.tolerance * np.linalg.norm(want) + 1e-30
 
 
-@pytest.mark.parametrize("function", ["gate_up", "down"])
-@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float32], ids=["bf16", "f32"])
+@pytest.mark.parametrize(
+    ("function", "dtype"),
+    [
+        pytest.param("gate_up", ml_dtypes.bfloat16, id="gate_up-bf16"),
+        pytest.param("down", np.float32, id="down-f32"),
+        pytest.param("gate_up", np.float32, id="gate_up-f32", marks=pytest.mark.slow),
+        pytest.param("down", ml_dtypes.bfloat16, id="down-bf16", marks=pytest.mark.slow),
+    ],
+)
 def test_row_bits_do_not_depend_on_other_rows(function, dtype):
     """Rows taken out, alone, at another place in their tile, or beside other rows: the same
     bits."""

@@ -163,8 +163,15 @@ def test_candidate_blocks_needs_block():
         select(q, weights, keys, visible, k=2, candidate_blocks=jnp.ones((2, 3, 7), bool))
 
 
-@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-@pytest.mark.parametrize("heads", [4, 32])
+@pytest.mark.parametrize(
+    ("dtype", "heads"),
+    [
+        (jnp.float32, 4),
+        (jnp.bfloat16, 32),
+        pytest.param(jnp.float32, 32, marks=pytest.mark.slow),
+        pytest.param(jnp.bfloat16, 4, marks=pytest.mark.slow),
+    ],
+)
 def test_a_row_does_not_depend_on_the_other_rows(dtype, heads):
     q, weights, keys, visible = draw(8, g=4, w=40, h=heads, d=128, t=300, dtype=dtype)
 

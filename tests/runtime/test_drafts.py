@@ -158,12 +158,12 @@ def test_drafts_are_those_of_forward_at_every_length_and_after_rollbacks(llm, pr
         ids = out.outputs[0].token_ids
         assert len(seen) > 4
         contexts = [prompt + ids[: count - 1] for count in seen]
-        padded = np.zeros((len(contexts), 64), np.int64)
-        for row, context in zip(padded, contexts, strict=True):
-            row[: len(context)] = context
-        wanted = engine.model.draft(padded, [len(context) for context in contexts])
+        padded, lengths = np.zeros((12, 64), np.int64), np.ones(12, np.int64)  # of one program
+        for row, context in enumerate(contexts):
+            padded[row, : len(context)], lengths[row] = context, len(context)
+        wanted = np.asarray(engine.model.draft(padded, lengths.tolist()).confidence)
         found = np.stack(list(seen.values()))
-        assert np.abs(found - np.asarray(wanted.confidence)).max() < 1e-4
+        assert np.abs(found - wanted[: len(contexts)]).max() < 1e-4
 
 
 def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
