@@ -13,6 +13,7 @@ import deepinfer_jax as dj
 from deepinfer_jax.runtime.engine import Shapes
 
 WINDOW, BLOCK, VOCAB = 16, 3, 512
+CONTEXT = 512  # tokens: four pages a slot
 KEEP = 24  # prompt rows of the decoder half under bounded replay
 SHAPES = Shapes(prefill=((2, 32),))
 
@@ -98,5 +99,5 @@ def numerics(**fields: Any) -> dj.Numerics:
 @functools.cache
 def engine(folder: Path, num: dj.Numerics, options: tuple[tuple[str, Any], ...]) -> dj.LLM:
     """One engine for each choice of numerics and options: tests share what was compiled."""
-    settings = {"max_slots": 4, "max_context": 256, "shapes": SHAPES, **dict(options)}
+    settings = {"max_slots": 4, "max_context": CONTEXT, "shapes": SHAPES, **dict(options)}
     return dj.LLM(folder, numerics=num, **settings)

@@ -29,14 +29,15 @@ def test_idle_time_between_decode_steps(llm, tmp_path: Path) -> None:
 
 
 def test_too_little_room_for_the_steps_is_said(llm, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"max_context = 256; expected 4\d\d or more"):
-        engines.idle_between_steps(llm(invariant=True), 20, 100, tmp_path)
+    with pytest.raises(ValueError, match=r"max_context = 512; expected 8\d\d or more"):
+        engines.idle_between_steps(llm(invariant=True), 20, 200, tmp_path)
 
 
 def test_an_engine_over_a_loaded_model(llm, prompts) -> None:
     """`LLM(model)` has the model's weights and numerics, and its tokens."""
     engine = llm(invariant=True)
-    shared = dj.LLM(engine.model, max_slots=4, max_context=256, shapes=small_model.SHAPES)
+    settings = {"max_context": small_model.CONTEXT, "shapes": small_model.SHAPES}
+    shared = dj.LLM(engine.model, max_slots=4, **settings)
     assert shared.model is engine.model
     params = dj.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     (one,), (other,) = (it.generate(prompts(9), params) for it in (engine, shared))

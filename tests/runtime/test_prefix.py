@@ -16,7 +16,6 @@ from tests.runtime import small_model
 from tests.runtime.runs import measured, same
 from tests.runtime.simulated import Engine, Request
 
-SIZES = {"max_context": 640}
 FREE = dj.SamplingParams(
     temperature=0.8, repetition_penalty=1.2, max_tokens=12, logprobs=0, seed=5, ignore_eos=True
 )
@@ -37,7 +36,7 @@ def work(prompts):
 @pytest.fixture(scope="module")
 def cold(llm, work):
     """Without a prefix cache."""
-    return llm(SIZES, invariant=True).generate(work, PARAMS, strict=True)
+    return llm(invariant=True).generate(work, PARAMS, strict=True)
 
 
 @pytest.fixture
@@ -59,7 +58,7 @@ def evict(engine):
 
 
 def test_warm_from_the_device_and_from_the_host(llm, run):
-    engine = llm({**SIZES, "prefix_cache": PrefixPolicy(every=2)}, invariant=True)
+    engine = llm({"prefix_cache": PrefixPolicy(every=2)}, invariant=True)
     assert run(engine) == [0, 0, 256, 256, 0]
     assert run(engine) == WARM
     evict(engine)
@@ -74,7 +73,7 @@ def test_warm_from_the_device_and_from_the_host(llm, run):
 
 def test_warm_from_files(llm, run, tmp_path):
     policy = PrefixPolicy(every=2, host_bytes=1, folder=tmp_path)
-    engine = llm({**SIZES, "prefix_cache": policy}, invariant=True)
+    engine = llm({"prefix_cache": policy}, invariant=True)
     run(engine)
     evict(engine)
     assert run(engine) == WARM  # what is on its way to the host cannot leave it yet
@@ -83,22 +82,22 @@ def test_warm_from_files(llm, run, tmp_path):
     assert not engine._loop.prefix._host and len(list(tmp_path.rglob("*.page"))) == 6
     assert run(engine) == WARM
     with pytest.raises(ValueError, match="prefix_cache has no folder"):
-        llm({**SIZES, "prefix_cache": PrefixPolicy(every=2)}, invariant=True).save_prefixes()
+        llm({"prefix_cache": PrefixPolicy(every=2)}, invariant=True).save_prefixes()
 
 
 def test_a_later_engine_finds_what_was_saved_unless_it_is_damaged(llm, run, tmp_path):
     policy = PrefixPolicy(every=2, folder=tmp_path)
-    engine = llm({**SIZES, "prefix_cache": policy, "seed": 1}, invariant=True)
+    engine = llm({"prefix_cache": policy, "seed": 1}, invariant=True)
     run(engine)
     engine.save_prefixes()
     assert run(engine) == WARM
-    other = llm({**SIZES, "prefix_cache": policy, "seed": 2}, invariant=True)
+    other = llm({"prefix_cache": policy, "seed": 2}, invariant=True)
     assert run(other) == WARM
     for file in tmp_path.rglob("*.page"):
         data = bytearray(file.read_bytes())
         data[-7] ^= 1
         file.write_bytes(data)
-    last = llm({**SIZES, "prefix_cache": policy, "seed": 3}, invariant=True)
+    last = llm({"prefix_cache": policy, "seed": 3}, invariant=True)
     assert run(last) == [0, 0, 256, 256, 0]
     assert last._loop.prefix.counts.damaged > 0
     assert run(last) == WARM
@@ -106,8 +105,8 @@ def test_a_later_engine_finds_what_was_saved_unless_it_is_damaged(llm, run, tmp_
 
 def test_samples_of_one_prompt_share_it(llm, work):
     params = dj.SamplingParams(n=3, temperature=1.0, max_tokens=8, logprobs=0, seed=2)
-    plain = llm(SIZES, invariant=True).generate(work[:1], params, strict=True)
-    engine = llm({**SIZES, "prefix_cache": PrefixPolicy(every=3)}, invariant=True)
+    plain = llm(invariant=True).generate(work[:1], params, strict=True)
+    engine = llm({"prefix_cache": PrefixPolicy(every=3)}, invariant=True)
     shared = engine.generate(work[:1], params, strict=True)
     same(plain, shared)
     assert shared[0].metrics.cached_tokens == 2 * 256
@@ -130,8 +129,8 @@ def test_what_needs_every_row_computes_every_row(llm, prompts):
 @pytest.mark.parametrize("replay", ["mask", "compact"])
 def test_bounded_replay(replay, llm, work):
     """The decoder half's last rows are computed anew: a prefix ends before them."""
-    plain = llm(SIZES, invariant=True, replay=replay).generate(work, PARAMS, strict=True)
-    options = {**SIZES, "prefix_cache": PrefixPolicy(every=1)}
+    plain = llm(invariant=True, replay=replay).generate(work, PARAMS, strict=True)
+    options = {"prefix_cache": PrefixPolicy(every=1)}
     engine = llm(options, invariant=True, replay=replay)
     same(plain, engine.generate(work, PARAMS, strict=True))
     again = engine.generate(work, PARAMS, strict=True)
@@ -148,7 +147,7 @@ def _replay(tokens: int = 128, states: int = 0) -> PrefixPolicy:
 def test_rings_rebuilt_by_replay_where_windows_reach_no_further(llm, run):
     """5 layers of window 16 look 75 tokens back, so 128 tokens give the same bits: n-grams across
     their border, drafts and penalties too. What is computed again is not counted as found."""
-    engine = llm({**SIZES, "prefix_cache": _replay()}, invariant=True)
+    engine = llm({"prefix_cache": _replay()}, invariant=True)
     assert run(engine) == [0, 0, 128, 128, 0]
     again = [found - 128 for found in WARM]
     assert run(engine) == again
@@ -160,7 +159,7 @@ def test_rings_rebuilt_by_replay_where_windows_reach_no_further(llm, run):
 
 
 def test_replay_uses_states_that_are_there(llm, run):
-    engine = llm({**SIZES, "prefix_cache": _replay(16, states=9)}, invariant=True)
+    engine = llm({"prefix_cache": _replay(16, states=9)}, invariant=True)
     assert run(engine) == [0, 0, 256, 256, 0] and run(engine) == WARM
     assert engine._loop.prefix.counts.replayed == 0
 
@@ -168,7 +167,7 @@ def test_replay_uses_states_that_are_there(llm, run):
 def test_the_difference_of_a_short_replay(llm, prompts):
     """Of random weights, one window before the end. most: about four times what was measured
     (1.5e-1); of trained ones see test_replay.py."""
-    engines = [llm({**SIZES, "prefix_cache": one}, invariant=True) for one in (False, _replay(16))]
+    engines = [llm({"prefix_cache": one}, invariant=True) for one in (False, _replay(16))]
     ids = prompts(520, seed=11)[0]
     work = [ids[:400] + ids[start:end] for start, end in ((400, 440), (440, 457), (457, 517))]
     found = measured(*engines, work, replay=16, ends=(384, 384, 384))
@@ -188,7 +187,7 @@ def test_replay_refuses(llm):
 
 def test_other_weights_find_nothing_of_the_old(llm, work, folder, tmp_path):
     changed = synthetic.write(tmp_path / "changed", small_model.CONFIG, seed=8)
-    options = {**SIZES, "prefix_cache": PrefixPolicy(every=2), "seed": 4}
+    options = {"prefix_cache": PrefixPolicy(every=2), "seed": 4}
     engine = llm(options, invariant=True)
     first = engine.generate(work[:2], FREE, strict=True)
     engine.swap_weights(changed)

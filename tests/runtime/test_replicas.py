@@ -55,7 +55,7 @@ def engine(model: dj.LLM, count: int, cached: bool) -> dj.LLM:
         replicas=count,
         devices=list(model.model.devices) * count,
         max_slots=4,
-        max_context=256,
+        max_context=small_model.CONTEXT,
         shapes=small_model.SHAPES,
         prefix_cache=cached,
     )
@@ -229,7 +229,8 @@ def test_numbers_of_replicas_that_cannot_be_are_named(folder, llm):
 def test_replicas_on_devices_of_their_own(folder, prompts):
     """Two and three; one read of the weights; one of three fails in the middle."""
     num, work = small_model.numerics(invariant=True), requests(prompts)
-    settings = {"numerics": num, "max_slots": 4, "max_context": 256, "shapes": small_model.SHAPES}
+    settings = {"numerics": num, "max_slots": 4, "max_context": small_model.CONTEXT}
+    settings["shapes"] = small_model.SHAPES
     devices = jax.devices()[:3]
     single = dj.LLM(folder, **settings)
     want = single.generate(*work, strict=True)
