@@ -22,7 +22,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 HISTORY = 4096  # judged drafts a place that a temperature is fitted to
-REFIT = 256  # newly judged drafts between fits
+REFIT = 256  # least newly judged drafts between fits; later an eighth of those kept
 PRIOR = 32.0  # weight of T = 1, in judged drafts of even odds
 
 
@@ -97,33 +97,41 @@ class Calibration:
 
     def __init__(self, block: int):
         self.temperature = np.ones(block, np.float32)
-        self._seen: list[list[tuple[float, bool]]] = [[] for _ in range(block)]
-        self._new = 0
+        self._logits: list[list[float]] = [[] for _ in range(block)]
+        self._stood: list[list[bool]] = [[] for _ in range(block)]
+        self._sums = [0.0] * block  # of the logits
+        self._new, self._due = 0, REFIT
 
     def observe(self, confidence: Sequence[float], judged: int, accepted: int) -> None:
         """One turn: confidences of its block, drafts judged (verified with all before them
         standing) and drafts that stood."""
         for place in range(judged):
-            self._seen[place].append((float(confidence[place]), place < accepted))
+            logit = float(confidence[place])
+            self._logits[place].append(logit)
+            self._stood[place].append(place < accepted)
+            self._sums[place] += logit
         self._new += judged
-        if self._new >= REFIT:
-            self._new = 0
-            for place, seen in enumerate(self._seen):
-                del seen[:-HISTORY]
-                if seen:
-                    logits, stood = (np.array(column) for column in zip(*seen, strict=True))
-                    self._refit(place, logits, stood)
+        if self._new >= self._due:
+            for place in range(len(self._logits)):
+                self._refit(place)
+            # A fit reads all that is kept, so many turns a step must not mean a fit a step.
+            self._new, self._due = 0, max(REFIT, sum(map(len, self._logits)) // 8)
 
     def expected(self) -> Float[np.ndarray, " block"]:
         """Mean confidence of each place as a logit: what to expect of a block not yet read."""
-        means = [np.mean([logit for logit, _ in seen]) if seen else 0.0 for seen in self._seen]
-        return np.array(means, np.float32)
+        pairs = zip(self._sums, self._logits, strict=True)
+        return np.array([total / max(len(seen), 1) for total, seen in pairs], np.float32)
 
-    def _refit(self, place: int, logits: np.ndarray, stood: np.ndarray) -> None:
-        # A new array: a step in flight may still read the old one.
-        fitted = self.temperature.copy()
-        fitted[place] = fit_temperature(logits, stood)
-        self.temperature = fitted
+    def _refit(self, place: int) -> None:
+        logits, stood = self._logits[place], self._stood[place]
+        del logits[:-HISTORY], stood[:-HISTORY]
+        if logits:
+            kept = np.array(logits)
+            self._sums[place] = float(kept.sum())
+            # A new array: a step in flight may still read the old one.
+            fitted = self.temperature.copy()
+            fitted[place] = fit_temperature(kept, np.array(stood))
+            self.temperature = fitted
 
 
 def fit_temperature(logits: Float[np.ndarray, " n"], stood: Bool[np.ndarray, " n"]) -> float:
@@ -137,7 +145,9 @@ def fit_temperature(logits: Float[np.ndarray, " n"], stood: Bool[np.ndarray, " n
         chance = _sigmoid(a * z)
         slope = np.sum((chance - stood) * z) + PRIOR / 4 * (a - 1)
         bend = np.sum(chance * (1 - chance) * z * z) + PRIOR / 4
-        a = float(np.clip(a - slope / bend, 1 / 8, 8))
+        before, a = a, float(np.clip(a - slope / bend, 1 / 8, 8))
+        if abs(a - before) < 1e-9:
+            break
     return 1 / a
 
 
