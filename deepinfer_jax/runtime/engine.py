@@ -22,6 +22,7 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import build, checkpoint, groups, noise, remote, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
+from deepinfer_jax.runtime.delivery import deliver
 from deepinfer_jax.runtime.handover import Group, Split
 from deepinfer_jax.runtime.model import Model, load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
@@ -217,7 +218,7 @@ class LLM:
             raise ValueError(f"capture: unknown name {unknown[0]!r}; expected {known}")
         work = paired(prompts, sampling_params)
         requests = [RequestOutput(None, []) for _ in work]
-        for number, request in self._run(iter(work), len(work), capture):
+        for number, request in self._run(iter(work), len(work), capture=capture):
             requests[number] = request
         if strict:
             for number, request in enumerate(requests):
@@ -233,7 +234,7 @@ class LLM:
         """The results as they grow: a request is given again whenever one of its samples has more
         tokens, the last time when it has finished. `.outputs[i].text` is the whole text so far."""
         work = paired(prompts, sampling_params)
-        for _, request in self._run(iter(work), len(work), ()):
+        for _, request in self._run(iter(work), len(work), growing=True):
             yield request
 
     def chat(
@@ -268,9 +269,7 @@ class LLM:
         window: most requests taken from `work` and not yet finished (default: four a slot).
         """
         most = 4 * sum(one.policy.slots for one in self._loops) if window is None else window
-        for number, request in self._run(iter(work), most, ()):
-            if request.finished:
-                yield number, request
+        yield from self._run(iter(work), most)
 
     def prefilled(
         self,
@@ -314,48 +313,21 @@ class LLM:
         self,
         work: Iterator[tuple[Prompt, SamplingParams]],
         window: int,
-        capture: Sequence[str],
+        *,
+        capture: Sequence[str] = (),
+        growing: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        """Requests whenever they have grown, each the last time when it has finished."""
         self._loop.capture = tuple(capture)
-        live: dict[int, tuple[RequestOutput, list[Sample], int]] = {}
-        taken, more = 0, True
-        try:
-            while more or live:
-                while more and len(live) < window:
-                    try:
-                        prompt, params = next(work)
-                    except StopIteration:
-                        more = False
-                        break
-                    request = RequestOutput(prompt if isinstance(prompt, str) else None, [])
-                    live[taken] = (request, self._enter(request, prompt, params), 0)
-                    taken += 1
-                for number, (request, samples, seen) in list(live.items()):
-                    grown = sum(len(output.token_ids) for output in request.outputs)
-                    if request.finished:
-                        del live[number]
-                    elif grown == seen:
-                        continue
-                    else:
-                        live[number] = (request, samples, grown)
-                    yield number, request
-                if len(self._loop):
-                    self._loop.turn()
-        except GeneratorExit:  # the caller stopped listening, between two turns
-            for _, samples, _ in live.values():
-                for sample in samples:
-                    self._loop.abort(sample)
-            self._loop.drain()
-            raise
-        except BaseException:  # an interrupt, say: nobody knows how far a turn got
-            self._loop.reset()
-            raise
-        self._loop.drain()
+        return deliver(self._loop, self._enter, work, window, growing)
 
     def _enter(
-        self, request: RequestOutput, prompt: Prompt, params: SamplingParams
+        self,
+        request: RequestOutput,
+        prompt: Prompt,
+        params: SamplingParams,
+        grown: set[int] | None = None,
     ) -> list[Sample]:
+        """Gives a request to the loop; grown: of its samples."""
         number, self._requests = self._requests, self._requests + 1
         request.metrics.arrival = time.monotonic()
         error, cfg, context = None, self.model.cfg, self._loop.context
@@ -369,6 +341,7 @@ class LLM:
         for index in range(params.n):
             key = noise.request_key(params.seed, self._seed, number, index)
             sample = self._sample(request, index, params, key)
+            sample.grown = sample.grown if grown is None else grown
             samples.append(sample)
             if error is not None:
                 sample.fail(error)

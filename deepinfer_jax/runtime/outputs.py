@@ -50,16 +50,26 @@ class DraftCounts:
 
     def count(self, judged: int, stood: int, chance: list[float]) -> None:
         """One turn: the first `judged` drafts were, and the first `stood` of them stood."""
-        stands = [int(place < stood) for place in range(judged)]
-        self.add(DraftCounts([1] * judged, stands, chance[:judged]))
+        self._reach(judged)
+        for place in range(judged):
+            self.judged[place] += 1
+            self.accepted[place] += place < stood
+            self.expected[place] += chance[place]
 
     def add(self, other: "DraftCounts") -> None:
         """Adds the counts of another."""
-        for name in ("judged", "accepted", "expected"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            mine += [0] * (len(theirs) - len(mine))
-            for place, value in enumerate(theirs):
-                mine[place] += value
+        self._reach(len(other.judged))
+        for place, judged in enumerate(other.judged):
+            self.judged[place] += judged
+            self.accepted[place] += other.accepted[place]
+            self.expected[place] += other.expected[place]
+
+    def _reach(self, places: int) -> None:
+        more = places - len(self.judged)
+        if more > 0:
+            self.judged += [0] * more
+            self.accepted += [0] * more
+            self.expected += [0.0] * more
 
     @property
     def acceptance(self) -> list[float | None]:
@@ -137,7 +147,7 @@ class RequestOutput:
     @property
     def finished(self) -> bool:
         """Whether every sample has ended."""
-        return all(output.finish_reason is not None for output in self.outputs)
+        return None not in [output.finish_reason for output in self.outputs]
 
 
 @dataclasses.dataclass

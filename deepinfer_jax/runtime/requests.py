@@ -23,6 +23,7 @@ class Sample:
     number: unique in the engine. request, output: where results go. prompt: token ids; key: noise
     key, uint32 [2]; limit: tokens it may have in all, prompt included; stops: ids that end it;
     prompt_seen: prompt rows whose captures are recorded. begin, own: of its prefill, as of `Rows`.
+    grown: where it enters its number when it has a new token or has ended.
     """
 
     number: int
@@ -34,7 +35,8 @@ class Sample:
     limit: int
     stops: frozenset[int]
     eos: int | None
-    stream: TextStream | None
+    stream: TextStream | None  # brought up to the tokens when its text is wanted
+    watched: TextStream | None  # the same, if it looks for stop strings at each token
     grammar_row: int = -1
     matcher: Any = None
     forced: tuple[int, ...] = ()
@@ -42,6 +44,7 @@ class Sample:
     prompt_seen: int = 0
     begin: int = 0
     own: int = 0
+    grown: set[int] = dataclasses.field(default_factory=set)
 
     @classmethod
     def new(
@@ -62,9 +65,10 @@ class Sample:
         if eos is not None and not params.ignore_eos:
             stops.add(eos)
         prompt = request.prompt_token_ids
-        stream = None
+        stream = watched = None
         if tokenizer is not None:
             stream = TextStream(tokenizer, tuple(params.stop or ()), params.min_tokens)
+            watched = stream if params.stop else None
         return cls(
             number,
             request,
@@ -76,6 +80,7 @@ class Sample:
             frozenset(stops),
             eos,
             stream,
+            watched,
             forced=tuple(params.forced_token_ids or ()),
             routes=params.forced_routes,
         )
@@ -99,27 +104,31 @@ class Sample:
 
     def push(self, token: int, logprobs: Logprobs | None) -> bool:
         """Takes the next token; whether the sample has ended."""
-        output = self.output
-        if self.metrics.first_token is None:
-            self.metrics.first_token = time.monotonic()
-        self.metrics.generated_tokens += 1
+        output, metrics = self.output, self.request.metrics
+        if metrics.first_token is None:
+            metrics.first_token = time.monotonic()
+        metrics.generated_tokens += 1
         output.token_ids.append(token)
+        self.grown.add(self.number)
         if output.logprobs is not None and logprobs is not None:
             output.logprobs.append(logprobs)
         if token in self.stops:
-            return self.end("stop", None if token == self.eos else token)
-        if self.stream is not None:
-            stopped = self.stream.push(token)
-            output.text = self.stream.text
-            if stopped is not None:
-                kept = self.stream.kept
-                del output.token_ids[kept:]
-                if output.logprobs is not None:
-                    del output.logprobs[kept:]
-                return self.end("stop", stopped)
+            return self.end("stop", None if token == self.eos else token, silent=1)
+        if self.watched is not None and (stopped := self.watched.push(token)) is not None:
+            kept = self.watched.kept
+            del output.token_ids[kept:]
+            if output.logprobs is not None:
+                del output.logprobs[kept:]
+            return self.end("stop", stopped)
         if len(self.prompt) + len(output.token_ids) >= self.limit:
             return self.end("length")
         return False
+
+    def show(self) -> None:
+        """Brings the text of a sample that has not ended up to its tokens."""
+        if self.stream is not None and not self.finished:
+            self.stream.extend(self.output.token_ids[self.stream.kept :])
+            self.output.text = self.stream.text
 
     def record(self, name: str, layer: int, rows: np.ndarray) -> None:
         """Captured rows of the next ids."""
@@ -149,10 +158,13 @@ class Sample:
                 for layer, parts in layers.items():
                     layers[layer] = np.concatenate(parts)
 
-    def end(self, reason: str, detail: int | str | None = None) -> bool:
-        """Closes the sample; always True."""
+    def end(self, reason: str, detail: int | str | None = None, silent: int = 0) -> bool:
+        """Closes the sample; always True. silent: tokens at the end that give no text."""
         self.output.finish_reason, self.output.stop_reason = reason, detail
+        self.grown.add(self.number)
         if self.stream is not None:
+            tokens = self.output.token_ids
+            self.stream.extend(tokens[self.stream.kept : len(tokens) - silent])
             self.output.text = self.stream.finish()
         self.metrics.finished = time.monotonic()
         return True

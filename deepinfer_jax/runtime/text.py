@@ -19,6 +19,7 @@ outside the vocabulary.
 import bisect
 import codecs
 import importlib.util
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -272,7 +273,7 @@ class TextStream:
         self._bytes = bytearray()
         self._starts: list[int] = []  # where each token's bytes begin
         self._shown = 0  # bytes given to the decoder
-        self.text = ""
+        self._text = ""  # what it gave
         self.stopped: str | None = None
 
     @property
@@ -298,15 +299,27 @@ class TextStream:
             if found:
                 cut, self.stopped = min(found, key=lambda pair: pair[0])
                 self._show(cut, final=True)
-                return self.stopped
-        self._show(len(self._bytes) - self._held(), final=False)
-        return None
+        return self.stopped
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Add tokens without looking for stop strings."""
+        pieces = [self._tokenizer.bytes_of(token) for token in tokens]
+        sizes = [len(piece) for piece in pieces[:-1]]
+        self._starts += itertools.accumulate(sizes, initial=len(self._bytes)) if pieces else ()
+        self._bytes += b"".join(pieces)
+
+    @property
+    def text(self) -> str:
+        """All that can no longer change, decoded when it is asked for."""
+        if self.stopped is None:
+            self._show(len(self._bytes) - self._held(), final=False)
+        return self._text
 
     def finish(self) -> str:
         """The whole text: what was held back is shown, half a character as U+FFFD."""
         if self.stopped is None:
             self._show(len(self._bytes), final=True)
-        return self.text
+        return self._text
 
     def _held(self) -> int:
         """Bytes at the end that may be the beginning of a stop string."""
@@ -319,5 +332,5 @@ class TextStream:
         return longest
 
     def _show(self, end: int, final: bool) -> None:
-        self.text += self._decoder.decode(bytes(self._bytes[self._shown : end]), final)
-        self._shown = end
+        self._text += self._decoder.decode(bytes(self._bytes[self._shown : end]), final)
+        self._shown = max(self._shown, end)

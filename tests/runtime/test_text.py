@@ -72,6 +72,11 @@ def test_stream_equals_the_library(tokenizer, folder, ids):
         before = stream.text
     assert stream.finish() == tokenizer.decode(ids) == _library(folder).decode(ids)
     assert stream.kept == len(ids)
+    late = TextStream(tokenizer)  # the same in a few parts, the text asked for in between
+    for part in (ids[:9], ids[9:11], ids[11:]):
+        late.extend(part)
+        assert before.startswith(late.text)
+    assert late.finish() == tokenizer.decode(ids) and late.kept == len(ids)
 
 
 def test_no_half_character(tokenizer):
