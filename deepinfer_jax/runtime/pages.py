@@ -80,7 +80,7 @@ class Pages:
 
     def places(self, slots: Iterable[int], count: int) -> list[int]:
         """Where each slot's group stands among ``count`` places: in its shard's run, in order."""
-        taken: collections.Counter[int] = collections.Counter()
+        taken = [0] * self.shards
         found = []
         for shard in map(self.shard, slots):
             found.append(shard * (count // self.shards) + taken[shard])
@@ -109,6 +109,8 @@ class Pages:
         Raises ValueError where the row itself is too short for so many.
         """
         wanted, held = self.needed(tokens), self._held[slot]
+        if wanted <= held:
+            return True
         if wanted > self.per_slot:
             raise ValueError(
                 f"slot {slot}: {tokens} tokens need {wanted} pages, a slot has {self.per_slot}"
@@ -116,12 +118,11 @@ class Pages:
         shard = self.shard(slot)
         if wanted - held > self.room(slot):
             return False
-        if wanted > held:
-            self.evict(shard, wanted - held - len(self._free[shard]))
-            taken = [self._free[shard].pop() for _ in range(wanted - held)]
-            for page in taken:
-                self._references[page] = 1
-            self._append(slot, taken)
+        self.evict(shard, wanted - held - len(self._free[shard]))
+        taken = [self._free[shard].pop() for _ in range(wanted - held)]
+        for page in taken:
+            self._references[page] = 1
+        self._append(slot, taken)
         return True
 
     def adopt(self, slot: int, pages: Sequence[int]) -> None:

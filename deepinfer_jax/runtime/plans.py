@@ -2,6 +2,7 @@
 
 import dataclasses
 import enum
+from typing import NamedTuple
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +49,7 @@ class Policy:
         return sorted(count for count, other in self.prefill if other == width)
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """Prompt tokens [start, start + count) of a request; the last chunk samples a token."""
 
     request: int
@@ -59,8 +59,7 @@ class Chunk:
     last: bool
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
+class Turn(NamedTuple):
     """One decode turn of a request: its last token and the draft rows it is granted."""
 
     request: int
@@ -76,8 +75,7 @@ class Act(enum.Enum):
     EVICT = "evict"  # forget the slot; the request will be computed again
 
 
-@dataclasses.dataclass(frozen=True)
-class Move:
+class Move(NamedTuple):
     act: Act
     request: int
     slot: int
@@ -98,8 +96,7 @@ class Step:
         return len(self.shape) == 2
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a step did for a request: tokens it added, and whether the request has ended."""
 
     tokens: int

@@ -37,14 +37,16 @@ class State(enum.Enum):
     DRAINING = "draining"  # evicted; tokens of a step in flight are still to come
 
 
-@dataclasses.dataclass(eq=False)
+@dataclasses.dataclass(eq=False, slots=True)
 class Job:
-    """A request as the scheduler sees it. most/least: tokens that steps in flight may still add."""
+    """A request as the scheduler sees it. pages: what it holds when it has all its tokens; most,
+    least: tokens that steps in flight may still add."""
 
     request: int
     arrival: int
     tokens: int
     limit: int
+    pages: int
     kind: str
     alone: bool
     served: int
@@ -140,7 +142,7 @@ class Scheduler:
                 f"{tokens} prompt tokens and {new} new ones need {needed} pages of "
                 f"{self.pages.page} tokens, there are {room}"
             )
-        job = Job(request, self._arrivals, tokens, tokens + new, kind, alone, self._number)
+        job = Job(request, self._arrivals, tokens, tokens + new, needed, kind, alone, self._number)
         self._arrivals += 1
         self._jobs[request] = job
         return job
@@ -216,11 +218,14 @@ class Scheduler:
         """The slot that a request with so many pages may enter, None without room: its shard has
         them and a page for each request there that may still grow; the emptiest such shard, of
         those the one where most of a waiting request's prefix lies."""
-        shard, inside, grow = self.pages.shard, collections.Counter(), collections.Counter()
+        if not self._free:
+            return None
+        shard, held, decodes = self.pages.shard, self.pages.held, self.policy.decodes
+        inside, grow = ([0] * self.pages.shards for _ in range(2))
         for slot, job in self._slots.items():
-            inside[shard(slot)] += 1
-            grows = self.pages.held(slot) < self.pages.needed(job.limit - 1)
-            grow[shard(slot)] += grows and self.policy.decodes
+            one = shard(slot)
+            inside[one] += 1
+            grow[one] += decodes and held(slot) < job.pages
         lowest = {shard(slot): slot for slot in self._free}  # they are in falling order
         fits = [slot for one, slot in lowest.items() if pages <= self.pages.room(slot) - grow[one]]
         least = min((inside[shard(slot)] for slot in fits), default=0)
@@ -286,15 +291,19 @@ class Scheduler:
         """Running requests that can take a turn, oldest first."""
         if not self.policy.decodes:
             return []
-        running = [job for job in self._slots.values() if job.state is State.RUNNING]
-        unsure = [job for job in running if job.tokens + job.least < job.limit]
-        free = [job for job in unsure if not (job.alone and job.in_flight)]
+        free = [
+            job
+            for job in self._slots.values()
+            if job.state is State.RUNNING
+            and job.tokens + job.least < job.limit  # else it must have ended by then
+            and not (job.alone and job.in_flight)
+        ]
         return sorted(free, key=lambda job: job.arrival)
 
     def _decode(
         self, turns: list[Job], draft_rows: int | None
     ) -> tuple[tuple[Turn, ...], tuple[int, ...]]:
-        block, granted = self.policy.block, []
+        block, granted = self.policy.block, list[Turn]()
         for job in turns:
             if job.state is not State.RUNNING:
                 continue  # gave way to an older one
@@ -304,14 +313,13 @@ class Scheduler:
                 near = (o for o in self._slots.values() if self.pages.shard(o.slot) == shard)
                 self._preempt(max(near, key=lambda other: other.arrival))
             if job.slot >= 0:
-                granted.append(job)
-        for job in granted:
-            job.in_flight += 1
-            job.most += 1 + block
-            job.least += 1
+                granted.append(Turn(job.request, job.slot))
+                job.in_flight += 1
+                job.most += 1 + block
+                job.least += 1
         drafts = len(granted) * block if draft_rows is None else draft_rows
         rows = [rows for rows in self.policy.decode_rows if rows >= len(granted) + drafts]
-        work = tuple(Turn(job.request, job.slot) for job in sorted(granted, key=lambda j: j.slot))
+        work = tuple(sorted(granted, key=lambda turn: turn.slot))
         return work, (min(rows, default=max(self.policy.decode_rows)),)
 
     def _lead(self) -> Job | None:
