@@ -35,12 +35,13 @@ class Desk:
         """Of free slots; per_slot: pages of a slot."""
         return cls(cfg, per_slot, sampling_state.neutral(slots), np.zeros(slots, np.int32))
 
-    def occupy(self, sample: Sample, slot: int) -> None:
-        """A slot's new owner."""
+    def occupy(self, entered: Sequence[tuple[Sample, int]]) -> None:
+        """New owners of slots."""
         self.params = jax.tree.map(np.copy, self.params)
         self.limit = self.limit.copy()
-        sampling_state.write(self.params, slot, sample.params, sample.key, len(sample.prompt))
-        self.limit[slot] = sample.limit
+        for sample, slot in entered:
+            sampling_state.write(self.params, slot, sample.params, sample.key, len(sample.prompt))
+            self.limit[slot] = sample.limit
 
     def prefill(
         self,
@@ -98,15 +99,15 @@ class Desk:
     ) -> DecodeInput:
         """Turns of running requests, each with its place among the groups, in a bucket of `size`
         rows, up to 1 + block each."""
-        far, table = reach(block), pages.snapshot()
-        turns = np.zeros(pages.shards, np.int32)
-        for place, *_ in work:
-            turns[place * pages.shards // groups] += 1
+        far = reach(block)
+        places = np.array([place for place, *_ in work], np.int32)
+        slots = np.array([turn.slot for _, turn, _ in work], np.int32)
+        turns = np.bincount(places * pages.shards // groups, minlength=pages.shards)
         given = DecodeInput(
             slot=np.full(groups, -1, np.int32),
             pages=np.full((groups, self.per_slot), -1, np.int32),
             room=np.zeros(groups, np.int32),
-            budget=np.int32(size // pages.shards) - turns,
+            budget=(size // pages.shards - turns).astype(np.int32),
             temperature=temperature,
             known=np.zeros(groups, np.int32),
             forced=np.full((groups, far), -1, np.int32),
@@ -114,15 +115,18 @@ class Desk:
             params=self.params,
             limit=self.limit,
         )
-        for place, turn, sample in work:
-            given.slot[place], given.pages[place] = turn.slot, table[turn.slot]
-            given.room[place] = 0 if sample.matcher is not None else block
-            known = len(sample.prompt) + max(len(sample.output.token_ids) - 1, 0)
-            given.known[place] = known
-            forced = sample.forced_from(known)[:far]
-            given.forced[place, : len(forced)] = forced
-            if given.routes is not None:
-                _fill(given.routes[place], sample.routes, known)
+        given.slot[places], given.pages[places] = slots, pages.table[slots]
+        given.room[places] = block
+        for place, _, sample in work:
+            if sample.matcher is not None:
+                given.room[place] = 0
+            if sample.forced or sample.routes is not None:
+                known = len(sample.prompt) + max(len(sample.output.token_ids) - 1, 0)
+                given.known[place] = known
+                forced = sample.forced_from(known)[:far]
+                given.forced[place, : len(forced)] = forced
+                if given.routes is not None:
+                    _fill(given.routes[place], sample.routes, known)
         return given
 
     def _routes(self, lead: tuple[int, int], samples: Sequence[Sample]) -> np.ndarray | None:

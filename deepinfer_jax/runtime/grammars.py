@@ -32,7 +32,7 @@ _advance = jit(structured.advance)
 
 class Grammars:
     """compiler: None where the checkpoint has no tokenizer. sharding: of the pool. pool: what the
-    next step is given."""
+    next step is given. free: where a sample without a grammar is."""
 
     def __init__(self, vocab: int, compiler: Compiler | None, sharding: jax.sharding.Sharding):
         self._compiler = compiler
@@ -41,7 +41,7 @@ class Grammars:
         self.pool: Pool = self._manager.empty()
         with jax.default_device(min(sharding.addressable_devices, key=lambda one: one.id)):
             free = structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS)
-        self._free = jax.device_get(free)
+        self.free = jax.device_get(free)
         self._waiting: list[tuple[Sample, Future[Grammar]]] = []
         self._held: dict[int, Grammar] = {}
 
@@ -112,7 +112,7 @@ class Grammars:
         here = grammar is not None and grammar.host is None
         waits = grammar is not None and here and bool(grammar.trigger)
         state = dataclasses.replace(
-            self._free,
+            self.free,
             grammar=np.int32(sample.grammar_row),
             trigger=np.int32(0 if waits else -1),
         )

@@ -7,8 +7,6 @@ is taken from its results in `reading.py`.
 
 import collections
 import dataclasses
-import time
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,13 +14,14 @@ import numpy as np
 
 from deepinfer_jax import structured
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import reading, sampling_state, speculation
+from deepinfer_jax.runtime import reading, speculation
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.experts import Counts
 from deepinfer_jax.runtime.feeding import Desk, decoder_rows
 from deepinfer_jax.runtime.grammars import Grammars
+from deepinfer_jax.runtime.moves import Mover
 from deepinfer_jax.runtime.pages import PAGE, Pages
-from deepinfer_jax.runtime.plans import Act, Chunk, Move, Outcome, Policy, Step
+from deepinfer_jax.runtime.plans import Outcome, Policy, Step, Turn
 from deepinfer_jax.runtime.prefix import PrefixCache, ready
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.programs import Programs, leaving
@@ -111,9 +110,8 @@ class Loop:
         self.scheduler = Scheduler(self.policy, self.pages, self.prefix)
         self.desk = Desk.empty(cfg, self.policy.slots, self.pages.per_slot)
         self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
+        self.mover = Mover(self.programs, self.grammars, self.prefix, self.desk, per_slot)
         self._samples = {}
-        self._saved: dict[int, Any] = {}
-        self._handed: dict[int, Handed] = {}
         self.ready: collections.deque[Sample] = collections.deque()
         self.confidences = speculation.Confidences()
         self._flights: collections.deque[Flight] = collections.deque()
@@ -149,7 +147,7 @@ class Loop:
     def give(self, sample: Sample) -> Handed:
         """Lets go of a sample of `ready`; its state is copied before anybody writes over it."""
         slot, held = self.scheduler.give(sample.number)
-        saved = self.programs.take(self.state, slot, self._row(held))
+        saved = self.mover.take(self.state, slot, held)
         ahead = self.confidences.ahead(sample.number)
         self._let_go(sample)
         return Handed(sample, saved, len(held), ahead)
@@ -157,7 +155,7 @@ class Loop:
     def receive(self, handed: Handed) -> None:
         """Goes on with a sample that another loop has begun."""
         number = handed.sample.number
-        self._handed[number] = handed
+        self.mover.handed[number] = handed
         if handed.ahead is not None:
             self.confidences.read(number, handed.ahead, verified=False)
         self.add(handed.sample)
@@ -165,7 +163,7 @@ class Loop:
     @property
     def accepts(self) -> bool:
         """Whether a slot is free for one more sample to be received."""
-        return len(self._handed) < self.scheduler.idle
+        return len(self.mover.handed) < self.scheduler.idle
 
     def turn(self, wait: bool = True) -> bool:
         """One round: dispatch what can be planned, then read the step before it; whether either.
@@ -198,7 +196,9 @@ class Loop:
         """Every sample that has not ended, to go on elsewhere; nothing is left before `reset`."""
         samples, self._samples = list(self._samples.values()), {}
         self._flights.clear()
-        self.state, self._saved, self._handed = None, {}, {}
+        self.state = None
+        for sample in samples:
+            self.mover.forget(sample.number)
         return samples
 
     def buckets(self) -> dict[int, tuple[int, ...]]:
@@ -211,7 +211,7 @@ class Loop:
 
     def _enqueue(self, sample: Sample) -> None:
         kind = SCORE if sample.params.prompt_logprobs is not None else ""
-        handed, there = self._handed.get(sample.number), len(sample.tokens)
+        handed, there = self.mover.handed.get(sample.number), len(sample.tokens)
         work = (there, sample.limit - there)  # of one that was begun elsewhere, also its output
         alone = sample.matcher is not None
         try:
@@ -229,15 +229,11 @@ class Loop:
             self.prefix.know(sample.number, sample.prompt, len(sample.prompt) - keep)
 
     def _dispatch(self, step: Step) -> Flight:
-        for move in step.moves:
-            self._move(move)
+        moves = [(move, self._samples[move.request]) for move in step.moves]
+        self.state = self.mover.carry_out(self.state, moves)
         samples = tuple(self._samples[item.request] for item in step.work)
         if not samples:
             return Flight(step, (), [], None)
-        now = time.monotonic()
-        for sample in samples:
-            if sample.metrics.first_scheduled is None:
-                sample.metrics.first_scheduled = now
         self.grammars.write_masks(samples)
         slots = [item.slot for item in step.work]
         groups, size = step.shape if step.prefill else self._bucket(samples, slots)
@@ -245,55 +241,8 @@ class Loop:
         work: Any = tuple(zip(places, step.work, samples, strict=True))
         run = self._prefill if step.prefill else self._decode
         output = run(groups, size, work, samples)
-        jax.tree.map(lambda leaf: leaf.copy_to_host_async(), output)
+        leaving([leaf for leaf in jax.tree.leaves(output) if leaf.size])
         return Flight(step, samples, places, output)
-
-    def _move(self, move: Move) -> None:
-        sample, pages = self._samples[move.request], self._row(move.pages)
-        if move.act is Act.ADMIT:
-            self._admit(sample, move.slot)
-        elif move.act is Act.OFFLOAD:
-            self._saved[sample.number] = leaving(self.programs.take(self.state, move.slot, pages))
-            sample.metrics.preemptions += 1
-        elif move.act is Act.RESTORE:
-            handed = self._handed.pop(sample.number, None)
-            if handed is None:
-                saved = jax.device_get(self._saved.pop(sample.number))
-            else:  # its grammar may lie elsewhere in this loop's pool
-                saved = states.with_grammar(handed.saved, sample.grammar_row)
-            self.state = self.programs.put(self.state, move.slot, pages, saved)
-            self.desk.occupy(sample, move.slot)
-        else:
-            # All but where it is in its grammar is computed again from its tokens.
-            self._saved[sample.number] = self.programs.grammar(self.state, move.slot)
-            sample.metrics.preemptions += 1
-
-    def _row(self, held: Sequence[int]) -> np.ndarray:
-        pages = np.full(self.pages.per_slot, -1, np.int32)
-        pages[: len(held)] = held
-        return pages
-
-    def _admit(self, sample: Sample, slot: int) -> None:
-        vocab = self.programs.setup.cfg.vocab_size
-        stop = np.zeros(vocab, np.bool_)
-        stop[list(sample.stops)] = True
-        bias = sampling_state.bias_row(sample.params, vocab)
-        begin = self._saved.pop(sample.number, None)
-        begin = self.grammars.start(sample) if begin is None else jax.device_get(begin)
-        found = None if self.prefix is None else self.prefix.arrival(sample.number)
-        seen = np.zeros(vocab, np.bool_)
-        sample.begin = sample.own = 0
-        if found is not None:
-            seen[sample.prompt[: found.start]] = True
-        self.state = self.programs.admit(self.state, slot, bias, stop, seen, begin)
-        if found is not None:
-            self.state = self.programs.put_pages(self.state, found.loads)
-            if found.state is None:
-                sample.begin, sample.own = found.start, found.shared
-            else:
-                self.state = self.programs.put_rings(self.state, slot, found.state)
-            sample.metrics.cached_tokens += found.start
-        self.desk.occupy(sample, slot)
 
     def options_for(self, samples: tuple[Sample, ...], score: bool) -> Options:
         """Static choices of a step: alternatives are reported if anybody asks for some."""
@@ -329,8 +278,9 @@ class Loop:
         )
         options = self.options_for(samples, score=False)
         self.dispatched["decode", groups, size] += 1
-        for sample in samples:
-            self.confidences.sent(sample.number)
+        if self.options.block:
+            for sample in samples:
+                self.confidences.sent(sample.number)
         self.state, output = self.programs.decode(
             size, options, self.state, self.grammars.pool, given
         )
@@ -352,19 +302,19 @@ class Loop:
     def _consume(self, flight: Flight) -> None:
         outcomes: dict[int, Outcome] = {}
         if flight.output is not None:
-            found = jax.device_get(flight.output)
+            found = reading.on_host(flight.output)
             groups = list(zip(flight.places, flight.step.work, flight.samples, strict=True))
             if self.counts is not None and "routes" in found.captured:
                 reading.count_experts(self.programs.setup, groups, found, self.counts)
                 kept = {name: found.captured[name] for name in self.capture}
                 found = dataclasses.replace(found, captured=kept)
-            for place, item, sample in groups:
-                if sample.number not in self._samples:
-                    continue
-                chunk = item if isinstance(item, Chunk) else None
-                self._read_extras(sample, chunk, found, place)
-                if chunk is None or chunk.last:
-                    outcomes[sample.number] = Outcome(*reading.read_tokens(sample, found, place))
+            groups = [group for group in groups if group[2].number in self._samples]
+            reading.read_extras(self.programs.setup, groups, found, self.calibration)
+            sampled = [group for group in groups if isinstance(group[1], Turn) or group[1].last]
+            if self.options.block:
+                self._read_confidences(sampled, found)
+            for place, _, sample in sampled:
+                outcomes[sample.number] = reading.read_tokens(sample, found, place)
         self.scheduler.commit(flight.step, outcomes)
         for number, outcome in outcomes.items():
             if outcome.finished:
@@ -372,15 +322,11 @@ class Loop:
             elif not self.policy.decodes:
                 self.ready.append(self._samples[number])
 
-    def _read_extras(
-        self, sample: Sample, chunk: Chunk | None, found: StepOutput, place: int
-    ) -> None:
-        """All but the tokens."""
-        setup = self.programs.setup
-        reading.read_extras(setup, sample, chunk, found, place, self.calibration)
-        if chunk is None or chunk.last:
-            later = any(sample in flight.samples for flight in self._flights)
-            self.confidences.read(sample.number, found.ahead[place], verified=later)
+    def _read_confidences(self, groups: list[reading.Group], found: StepOutput) -> None:
+        sent = {sample.number for flight in self._flights for sample in flight.samples}
+        for place, _, sample in groups:
+            number = sample.number
+            self.confidences.read(number, found.ahead[place], verified=number in sent)
 
     def _drop(self, sample: Sample, message: str) -> None:
         sample.fail(message)
@@ -392,8 +338,7 @@ class Loop:
 
     def _let_go(self, sample: Sample) -> None:
         del self._samples[sample.number]
-        self._saved.pop(sample.number, None)
-        self._handed.pop(sample.number, None)
+        self.mover.forget(sample.number)
         self.confidences.forget(sample.number)
         if self.prefix is not None:
             self.prefix.forget(sample.number)

@@ -36,6 +36,7 @@ _take_pages = jit(shards.take_pages, static_argnums=0)
 _put_pages = jit(shards.put_pages, static_argnums=0, donate_argnums=1)
 
 PAGES_A_CALL = 8  # of a copy between device and host
+ADMITS_A_CALL = 8  # requests that enter together; one alone has a program of its own
 
 
 @dataclasses.dataclass
@@ -113,9 +114,9 @@ class Programs:
         setup = self.setup._replace(phase="decode")
         return _decode(setup, options, size, self.everywhere, self.weights, held, pool, given)
 
-    def admit(self, held: State, slot: int, bias: Any, stop: Any, seen: Any, grammar: Any) -> State:
-        """See `state.admit`; `held` is donated."""
-        return _admit(self.setup.layout, held, np.int32(slot), bias, stop, seen, grammar)
+    def admit(self, held: State, *rows: Any) -> State:
+        """See `state.admit`, of `rows` all but the state; `held` is donated."""
+        return _admit(self.setup.layout, held, *rows)
 
     def take(self, held: State, slot: int, pages: Any) -> Any:
         """See `state.take`."""

@@ -4,66 +4,68 @@ Results are read one step late. A sample that has ended meanwhile (a stop string
 skipped by the caller; what the device computed beyond a sample's end is dropped here.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime.experts import Counts
-from deepinfer_jax.runtime.plans import Chunk, Turn
+from deepinfer_jax.runtime.plans import Chunk, Outcome, Turn
 from deepinfer_jax.runtime.requests import Sample, entry
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
 from deepinfer_jax.runtime.step_types import StepOutput
 
+Group = tuple[int, Any, Sample]  # of a step: its place, its `Chunk` or `Turn`, and whose it is
 
-def read_tokens(sample: Sample, found: StepOutput, place: int) -> tuple[int, bool]:
-    """Gives a sample the tokens of its group: (tokens the device added, whether it has ended)."""
-    count = int(found.count[place])
-    for at in range(count):
-        token = int(found.tokens[place, at])
-        wanted = sample.params.logprobs
-        logprobs = None
+
+def on_host(output: StepOutput) -> StepOutput:
+    """A step's results on the host, those that are read number by number as nested lists."""
+    found = jax.device_get(output)
+    names = ("tokens", "count", "failed", "logprob", "verified", "judged", "stood")
+    return dataclasses.replace(found, **{name: getattr(found, name).tolist() for name in names})
+
+
+def read_tokens(sample: Sample, found: StepOutput, place: int) -> Outcome:
+    """Gives a sample the tokens of its group; found: as of `on_host`, here and below."""
+    count, wanted, logprobs = found.count[place], sample.params.logprobs, None
+    for at, token in enumerate(found.tokens[place][:count]):
         if wanted is not None:
-            logprobs = entry(
-                token,
-                float(found.logprob[place, at]),
-                found.top_ids[place, at],
-                found.top_logprobs[place, at],
-                wanted,
-            )
+            ids, values = found.top_ids[place, at], found.top_logprobs[place, at]
+            logprobs = entry(token, found.logprob[place][at], ids, values, wanted)
         if sample.matcher is not None:
             sample.matcher.accept(token)
         if sample.push(token, logprobs):
-            return count, True
-    if bool(found.failed[place]):
+            return Outcome(count, True)
+    if found.failed[place]:
         sample.fail("the model's logits are not finite, or no token is allowed here")
-        return count, True
-    return count, False
+        return Outcome(count, True)
+    return Outcome(count)
 
 
 def read_extras(
-    setup: Setup,
-    sample: Sample,
-    chunk: Chunk | None,
-    found: StepOutput,
-    place: int,
-    calibration: Calibration,
+    setup: Setup, groups: Sequence[Group], found: StepOutput, calibration: Calibration
 ) -> None:
-    """Gives a sample all but the tokens of its group; chunk: None for a turn."""
-    if chunk is not None:
-        read_prompt(sample, chunk, found, place)
-    else:
-        read_drafts(sample, found, place, calibration)
+    """Gives the samples of a step all but their tokens."""
+    if groups and isinstance(groups[0][1], Turn):
+        read_drafts(groups, found, calibration)
+    elif found.prompt is not None:
+        for place, chunk, sample in groups:
+            read_prompt(sample, chunk, found, place)
     if found.captured:
-        score = sample.params.prompt_logprobs is not None
-        first = None
-        if chunk is not None:
-            first = first_rows(setup.cfg, setup.numerics, chunk, len(sample.prompt), score)
-        read_captures(sample, found, place, chunk, first)
+        for place, item, sample in groups:
+            chunk = item if isinstance(item, Chunk) else None
+            first = None
+            if chunk is not None:
+                score = sample.params.prompt_logprobs is not None
+                first = first_rows(setup.cfg, setup.numerics, chunk, len(sample.prompt), score)
+            read_captures(sample, found, place, chunk, first)
 
 
 def count_experts(setup: Setup, groups: Any, found: StepOutput, counts: Counts) -> None:
-    """Adds the experts that a step's rows went to; groups: as of `used_rows`."""
+    """Adds the experts that a step's rows went to; groups: all of the step."""
     cfg, numerics = setup.cfg, setup.numerics
     halves: dict[str, dict[int, Any]] = {"encoder": {}, "decoder": {}}
     for layer, chosen in found.captured["routes"].items():
@@ -76,13 +78,10 @@ def used_rows(
     cfg: ModelConfig,
     numerics: Numerics,
     half: str,
-    groups: Sequence[tuple[int, Chunk | Turn, Sample]],
+    groups: Sequence[Group],
     found: StepOutput,
 ) -> list[tuple[int, int]]:
-    """(place, rows that the layers of a half computed for it), rejected drafts included.
-
-    groups: place, work and sample of each group of the step.
-    """
+    """(place, rows that the layers of a half computed for it), rejected drafts included."""
     score = any(sample.params.prompt_logprobs is not None for *_, sample in groups)
     used = []
     for place, item, sample in groups:
@@ -90,7 +89,7 @@ def used_rows(
             first = first_rows(cfg, numerics, item, len(sample.prompt), score)
             used.append((place, item.start + item.count - first[half]))
         else:
-            used.append((place, 1 + int(found.verified[place])))
+            used.append((place, 1 + found.verified[place]))
     return used
 
 
@@ -122,7 +121,7 @@ def read_captures(
     for name, layers in found.captured.items():
         for layer, rows in layers.items():
             if chunk is None or first is None:
-                count = int(found.count[place])
+                count = found.count[place]
                 sample.record(name, layer, rows[place, :count])
                 continue
             begin = first["decoder" if layer >= first["border"] else "encoder"]
@@ -147,14 +146,16 @@ def first_rows(
     return {"encoder": chunk.start, "decoder": begin, "border": cfg.decoder_start}
 
 
-def read_drafts(sample: Sample, found: StepOutput, place: int, calibration: Calibration) -> None:
-    """Counts what became of a turn's drafts."""
-    metrics, confidence = sample.metrics, found.confidence[place]
-    judged, stood = int(found.judged[place]), int(found.stood[place])
-    metrics.decode_steps += 1
-    metrics.verified_rows += int(found.verified[place])
-    metrics.accepted_rows += max(int(found.count[place]) - 1, 0)
-    if judged:
-        chance = acceptance(confidence, calibration.temperature)
-        metrics.drafts.count(judged, stood, chance.tolist())
-        calibration.observe(confidence.tolist(), judged, stood)
+def read_drafts(groups: Sequence[Group], found: StepOutput, calibration: Calibration) -> None:
+    """Counts what became of the drafts of a step's turns."""
+    confidences = found.confidence.tolist()
+    chances = acceptance(found.confidence, calibration.temperature).tolist()
+    for place, _, sample in groups:
+        metrics, count, judged = sample.request.metrics, found.count[place], found.judged[place]
+        metrics.decode_steps += 1
+        metrics.verified_rows += found.verified[place]
+        if count > 1:
+            metrics.accepted_rows += count - 1
+        if judged:
+            metrics.drafts.count(judged, found.stood[place], chances[place])
+            calibration.observe(confidences[place], judged, found.stood[place])

@@ -93,7 +93,6 @@ def write(
     host: RowParams, slot: int, params: SamplingParams, key: UInt32[np.ndarray, "2"], prompt: int
 ) -> None:
     """Put one request's options into a slot of the host arrays; prompt: its length in tokens."""
-    shaped = (params.logit_bias, params.banned_token_ids, params.allowed_token_ids)
     values = {
         "key": key,
         "temperature": params.temperature,
@@ -104,12 +103,18 @@ def write(
         "presence": params.presence_penalty,
         "frequency": params.frequency_penalty,
         "stop_from": prompt + params.min_tokens,
-        "shaped": any(item is not None for item in shaped),
+        "shaped": shaped(params),
         "logprobs": -1 if params.logprobs is None else params.logprobs,
         "processed": params.logprobs_mode == "processed",
     }
     for name, value in values.items():
         getattr(host, name)[slot] = value
+
+
+def shaped(params: SamplingParams) -> bool:
+    """Whether the slot's row of ``Tables.bias`` has anything but zeros."""
+    listed = (params.logit_bias, params.banned_token_ids, params.allowed_token_ids)
+    return any(item is not None for item in listed)
 
 
 def bias_row(params: SamplingParams, vocab: int) -> Float[np.ndarray, " vocab"]:
@@ -140,17 +145,18 @@ def empty_tables(slots: int, vocab: int) -> Tables:
 
 def install(
     tables: Tables,
-    slot: Int32[Array, ""],
-    bias: Float[Array, " vocab"],
-    stop: Bool[Array, " vocab"],
-    seen: Bool[Array, " vocab"],
+    slot: Int32[Array, "*n"],
+    bias: Float[Array, "*n vocab"],
+    stop: Bool[Array, "*n vocab"],
+    seen: Bool[Array, "*n vocab"],
 ) -> Tables:
-    """A new request in a slot: its own bias and stop ids; seen: ids of its prompt."""
+    """New requests in slots (past the end: nothing): their own bias and stop ids; seen: ids of
+    their prompts."""
     return Tables(
-        bias=tables.bias.at[slot].set(bias),
-        stop=tables.stop.at[slot].set(stop),
-        prompt=tables.prompt.at[slot].set(seen),
-        output=tables.output.at[slot].set(0),
+        bias=tables.bias.at[slot].set(bias, mode="drop"),
+        stop=tables.stop.at[slot].set(stop, mode="drop"),
+        prompt=tables.prompt.at[slot].set(seen, mode="drop"),
+        output=tables.output.at[slot].set(0, mode="drop"),
     )
 
 

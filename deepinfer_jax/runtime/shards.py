@@ -137,13 +137,13 @@ def decode_step(
 def admit(
     layout: Layout,
     state: State,
-    slot: Int32[Array, ""],
-    bias: Float[Array, " vocab"],
-    stop: Bool[Array, " vocab"],
-    seen: Bool[Array, " vocab"],
+    slot: Int32[Array, " n"],
+    bias: Float[Array, "n vocab"],
+    stop: Bool[Array, "n vocab"],
+    seen: Bool[Array, "n vocab"],
     grammar: GrammarState,
 ) -> State:
-    """See `state.admit`."""
+    """See `state.admit`; slot: -1 admits nobody."""
 
     def local(state: State, slot: Array, *row: Any) -> State:
         return states.admit(state, _drop(layout, slot, _slots(state)), *row)
@@ -268,8 +268,8 @@ def _here(layout: Layout, number: Int32[Array, "..."], count: int) -> Int32[Arra
     return jnp.where((number >= 0) & (here >= 0) & (here < count), here, -1)
 
 
-def _drop(layout: Layout, slot: Int32[Array, ""], count: int) -> Int32[Array, ""]:
-    """A slot of this shard; past the end, where a scatter drops it, if it is another's."""
+def _drop(layout: Layout, slot: Int32[Array, "..."], count: int) -> Int32[Array, "..."]:
+    """A slot of this shard; past the end, where a scatter drops it, if it is another's or -1."""
     here = _here(layout, slot, count)
     return jnp.where(here < 0, count, here)
 

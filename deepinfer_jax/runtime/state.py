@@ -73,20 +73,23 @@ def empty(
 
 def admit(
     state: State,
-    slot: Int32[Array, ""],
-    bias: Float[Array, " vocab"],
-    stop: Bool[Array, " vocab"],
-    seen: Bool[Array, " vocab"],
+    slot: Int32[Array, " n"],
+    bias: Float[Array, "n vocab"],
+    stop: Bool[Array, "n vocab"],
+    seen: Bool[Array, "n vocab"],
     grammar: GrammarState,
 ) -> State:
-    """A new request in a slot: its bias, stop ids, ids of the prompt that is not computed, and
-    grammar (a state without leading axes)."""
+    """New requests in slots (past the end: nothing): bias, stop ids, ids of the prompt that is not
+    computed, and grammar (leading axis n)."""
+    grammars = jax.tree.map(
+        lambda old, new: old.at[slot].set(new, mode="drop"), state.grammar, grammar
+    )
     return dataclasses.replace(
         state,
         tables=sampling_state.install(state.tables, slot, bias, stop, seen),
-        length=state.length.at[slot].set(0),
-        done=state.done.at[slot].set(False),
-        grammar=jax.tree.map(lambda old, new: old.at[slot].set(new), state.grammar, grammar),
+        length=state.length.at[slot].set(0, mode="drop"),
+        done=state.done.at[slot].set(False, mode="drop"),
+        grammar=grammars,
     )
 
 

@@ -70,10 +70,10 @@ class DecodeInput:
 
     slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
     verify; budget int32 [shards]: draft rows of each shard's groups together (int32 inside a step);
-    temperature f32 [block]: divides the confidence of each place. known int32 [groups]: least
-    position that the group's newest token can have; forced int32 [groups, reach] output tokens (-1:
-    sampled), routes int32 [groups, reach, layers, k] experts (-1: the router's) or None, both for
-    the positions from `known` on. params, limit: one entry a slot.
+    temperature f32 [block]: divides the confidence of each place. forced int32 [groups, reach]
+    output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts (-1: the router's)
+    or None, both for the positions from `known` on: int32 [groups], the least position that the
+    newest token of a group with any of them can have. params, limit: one entry a slot.
     """
 
     slot: Leaf

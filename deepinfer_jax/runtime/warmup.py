@@ -22,6 +22,7 @@ import numpy as np
 
 from deepinfer_jax.runtime import cluster
 from deepinfer_jax.runtime.loop import Loop
+from deepinfer_jax.runtime.programs import ADMITS_A_CALL
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 
@@ -66,13 +67,12 @@ def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> No
 
 def _compile_moves(loop: Loop) -> None:
     """Admission and preemption, on slot 0: called while no request is in one."""
-    vocab = loop.programs.setup.cfg.vocab_size
     none = np.full(loop.pages.per_slot, -1, np.int32)
     saved = jax.device_get(loop.programs.take(loop.state, 0, none))
     loop.state = loop.programs.put(loop.state, 0, none, saved)
-    grammar = jax.device_get(loop.programs.grammar(loop.state, 0))
-    no = np.zeros(vocab, np.bool_)
-    loop.state = loop.programs.admit(loop.state, 0, np.zeros(vocab, np.float32), no, no, grammar)
+    loop.programs.grammar(loop.state, 0)
+    for count in (1, ADMITS_A_CALL):
+        loop.state = loop.programs.admit(loop.state, *loop.mover.rows((), count))
     if loop.prefix is not None:
         rings = loop.programs.take_rings(loop.state, 0)
         loop.state = loop.programs.put_rings(loop.state, 0, rings)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as dj
-from deepinfer_jax.runtime import reading
 from deepinfer_jax.runtime.programs import compiled_programs
 from tests.runtime.small_model import VOCAB
 
@@ -133,16 +132,40 @@ def test_a_step_is_sent_before_the_one_before_it_is_read(
     assert len(waits) == len(order)
 
 
+def test_requests_of_a_prefill_are_admitted_together(llm, prompts, monkeypatch):
+    """One program, and what earlier steps were sent of the slots' options stays as it was."""
+    engine, together, sent = llm(invariant=True), [], []
+    loop = engine._loop
+    admit, occupy = loop.programs.admit, loop.desk.occupy
+
+    def counted(held, slots, *rows):
+        together.append(int((slots >= 0).sum()))
+        return admit(held, slots, *rows)
+
+    def noted(entered):
+        sent.append((loop.desk.params, jax.tree.map(np.copy, loop.desk.params)))
+        occupy(entered)
+
+    monkeypatch.setattr(loop.programs, "admit", counted)
+    monkeypatch.setattr(loop.desk, "occupy", noted)
+    params = dj.SamplingParams(temperature=0.5, max_tokens=3, ignore_eos=True)
+    engine.generate(prompts(5, 9, 7, 6), params, strict=True)
+    assert together == [2, 2], "as many as a prefill has room for"
+    for given, then in sent:
+        assert jax.tree.all(jax.tree.map(np.array_equal, given, then))
+
+
 def test_what_is_read_is_small(llm, prompts, monkeypatch):
     """Nothing of the size of a cache or of logits comes to the host."""
     engine, sizes = llm(invariant=True), []
-    tokens = reading.read_tokens
+    get = jax.device_get
 
-    def sized(sample, found, place):
-        sizes.append(sum(np.asarray(leaf).nbytes for leaf in jax.tree.leaves(found)))
-        return tokens(sample, found, place)
+    def sized(value):
+        found = get(value)
+        sizes.append(sum(leaf.nbytes for leaf in jax.tree.leaves(found)))
+        return found
 
-    monkeypatch.setattr(reading, "read_tokens", sized)
+    monkeypatch.setattr(jax, "device_get", sized)
     params = dj.SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     engine.generate(prompts(5), params, strict=True)
     assert max(sizes) < 1000

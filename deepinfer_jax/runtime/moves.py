@@ -1,0 +1,133 @@
+"""Requests enter and leave slots: what a step does to the state before its own work.
+
+Moves are carried out in the order given. Requests that are admitted one after another enter
+together, up to `ADMITS_A_CALL` in one program; the pages and rings of a cached prefix are written
+after that. Who has no slot while his state is elsewhere, on the host or in another loop, waits
+here.
+"""
+
+import itertools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from deepinfer_jax.runtime import sampling_state
+from deepinfer_jax.runtime import state as states
+from deepinfer_jax.runtime.feeding import Desk
+from deepinfer_jax.runtime.grammars import Grammars
+from deepinfer_jax.runtime.plans import Act, Move
+from deepinfer_jax.runtime.prefix import PrefixCache
+from deepinfer_jax.runtime.prefix_types import Arrival
+from deepinfer_jax.runtime.programs import ADMITS_A_CALL, Programs, leaving
+from deepinfer_jax.runtime.requests import Handed, Sample
+from deepinfer_jax.runtime.state import State
+
+Entry = tuple[Sample, int, Arrival | None]  # its slot, and what it starts from
+
+
+class Mover:
+    """Moves of one loop. per_slot: pages of a slot. handed: by number, samples that another loop
+    began and that are not in a slot yet."""
+
+    def __init__(
+        self,
+        programs: Programs,
+        grammars: Grammars,
+        prefix: PrefixCache | None,
+        desk: Desk,
+        per_slot: int,
+    ):
+        self._programs, self._grammars, self._prefix = programs, grammars, prefix
+        self._desk, self._per_slot = desk, per_slot
+        self.handed: dict[int, Handed] = {}
+        self._saved: dict[int, Any] = {}  # of the preempted: a share, or a place in a grammar
+
+    def carry_out(self, state: State, moves: Sequence[tuple[Move, Sample]]) -> State:
+        """The state after a step's moves, each with its sample; `state` is donated."""
+        for admitted, run in itertools.groupby(moves, lambda pair: pair[0].act is Act.ADMIT):
+            if admitted:
+                state = self._admit(state, list(run))
+            else:
+                for move, sample in run:
+                    state = self._move(state, move, sample)
+        entered = [pair for pair in moves if pair[0].act in (Act.ADMIT, Act.RESTORE)]
+        if entered:
+            self._desk.occupy([(sample, move.slot) for move, sample in entered])
+        now = time.monotonic()
+        for _, sample in entered:
+            if sample.metrics.first_scheduled is None:
+                sample.metrics.first_scheduled = now
+        return state
+
+    def take(self, state: State, slot: int, held: Sequence[int]) -> Any:
+        """A slot's share of the state; held: its pages."""
+        return self._programs.take(state, slot, self._row(held))
+
+    def forget(self, number: int) -> None:
+        """A sample has ended, or gone elsewhere."""
+        self._saved.pop(number, None)
+        self.handed.pop(number, None)
+
+    def rows(self, entering: Sequence[Entry], count: int) -> tuple[Any, ...]:
+        """What `state.admit` is given in a program for `count` requests."""
+        vocab = self._programs.setup.cfg.vocab_size
+        slots = np.full(count, -1, np.int32)
+        bias = np.zeros((count, vocab), np.float32)
+        stop, seen = np.zeros((2, count, vocab), np.bool_)
+        grammars = [self._grammars.free] * count
+        for place, (sample, slot, found) in enumerate(entering):
+            slots[place] = slot
+            if sampling_state.shaped(sample.params):
+                bias[place] = sampling_state.bias_row(sample.params, vocab)
+            stop[place, list(sample.stops)] = True
+            if found is not None:
+                seen[place, sample.prompt[: found.start]] = True
+            begin = self._saved.pop(sample.number, None)
+            begin = self._grammars.start(sample) if begin is None else jax.device_get(begin)
+            grammars[place] = begin
+        return slots, bias, stop, seen, jax.tree.map(lambda *rows: np.stack(rows), *grammars)
+
+    def _admit(self, state: State, run: Sequence[tuple[Move, Sample]]) -> State:
+        entering: list[Entry] = []
+        for move, sample in run:
+            found = None if self._prefix is None else self._prefix.arrival(sample.number)
+            entering.append((sample, move.slot, found))
+        for part in itertools.batched(entering, ADMITS_A_CALL):
+            count = 1 if len(part) == 1 else ADMITS_A_CALL
+            state = self._programs.admit(state, *self.rows(part, count))
+        loads = [load for *_, found in entering if found is not None for load in found.loads]
+        state = self._programs.put_pages(state, loads)
+        for sample, slot, found in entering:
+            sample.begin = sample.own = 0
+            if found is not None:
+                if found.state is None:
+                    sample.begin, sample.own = found.start, found.shared
+                else:
+                    state = self._programs.put_rings(state, slot, found.state)
+                sample.metrics.cached_tokens += found.start
+        return state
+
+    def _move(self, state: State, move: Move, sample: Sample) -> State:
+        number = sample.number
+        if move.act is Act.RESTORE:
+            handed = self.handed.pop(number, None)
+            if handed is None:
+                saved = jax.device_get(self._saved.pop(number))
+            else:  # its grammar may lie elsewhere in this loop's pool
+                saved = states.with_grammar(handed.saved, sample.grammar_row)
+            return self._programs.put(state, move.slot, self._row(move.pages), saved)
+        if move.act is Act.OFFLOAD:
+            self._saved[number] = leaving(self.take(state, move.slot, move.pages))
+        else:
+            # All but where it is in its grammar is computed again from its tokens.
+            self._saved[number] = self._programs.grammar(state, move.slot)
+        sample.metrics.preemptions += 1
+        return state
+
+    def _row(self, held: Sequence[int]) -> np.ndarray:
+        pages = np.full(self._per_slot, -1, np.int32)
+        pages[: len(held)] = held
+        return pages
