@@ -6,7 +6,7 @@ import pytest
 import deepinfer_jax as dj
 from tests.runtime import oracle
 from tests.runtime.runs import log_softmax, logprobs, same
-from tests.runtime.small_model import VOCAB
+from tests.runtime.small_model import CONTEXT, VOCAB
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
@@ -148,10 +148,11 @@ def test_seeds(llm, prompts):
 
 def test_bad_requests_end_alone_in_order(llm, prompts):
     engine, (good,) = llm(invariant=True), prompts(8)
-    work = [good, [], [3, VOCAB], good, list(range(3, 300)), [3, VOCAB - 2], [-1], [True]]
+    work = [good, [], [3, VOCAB], good, [5] * CONTEXT, [3, VOCAB - 2], [-1], [True]]
     params = dj.SamplingParams(**GREEDY, max_tokens=4, logprobs=0)
     outs = engine.generate(work, params)
-    wrong = [None, "empty", f"id {VOCAB}", None, "297 tokens", "image", "id -1", "True"]
+    long = f"{CONTEXT} tokens"
+    wrong = [None, "empty", f"id {VOCAB}", None, long, "image", "id -1", "True"]
     for out, word in zip(outs, wrong, strict=True):
         assert (out.error is None) == (word is None)
         assert word is None or word in out.error
