@@ -9,9 +9,16 @@ size, and that library sums in another order than XLA's own loops. A row's bits 
 on how many rows are computed (seen in the mHC write-back: 8 rows against 15). It is left out; the
 other loops keep one order for every size. A plugin's backend may be XLA's CPU under any name, so
 every backend but jax's own GPU and TPU ones is given that option too, if its compiler takes it.
+
+XLA compiles without Python's lock, so `Program.ahead` compiles in threads what will be called soon.
+Tracing holds that lock anyway and goes one program after the other, so that what programs have in
+common is traced once.
 """
 
+import concurrent.futures
 import functools
+import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -46,12 +53,26 @@ def takes(key: str, value: bool | str) -> bool:
     return True
 
 
+_tracing = threading.RLock()
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(min(4, os.cpu_count() or 1), "compile")
+
+
 class Program:
     """A jitted function whose options are settled at its first call, so that a module may hold
     programs without starting a backend."""
 
     def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
-        self._function, self._options = function, options
+        @functools.wraps(function)
+        def traced(*args: Any, **keywords: Any) -> Any:
+            with _tracing:
+                return function(*args, **keywords)
+
+        self._function, self._options = traced, options
+        self._coming: list[concurrent.futures.Future[Any]] = []
 
     @functools.cached_property
     def _jitted(self) -> Any:
@@ -59,7 +80,17 @@ class Program:
         return jax.jit(self._function, compiler_options=options, **self._options)
 
     def __call__(self, *args: Any, **keywords: Any) -> Any:
+        if self._coming:
+            # One that failed is compiled again by the call that needs it, which gets the error.
+            concurrent.futures.wait(self._coming)
+            self._coming.clear()
         return self._jitted(*args, **keywords)
+
+    def ahead(self, *args: Any) -> None:
+        """Begins to compile for arguments like these in another thread; the next call waits for it
+        and finds the program compiled. The arrays are not kept: they may be donated meanwhile."""
+        described, jitted = jax.tree.map(_described, args), self._jitted
+        self._coming.append(_threads().submit(lambda: jitted.lower(*described).compile()))
 
     def variants(self) -> int:
         """How many shapes and static arguments it has been compiled for."""
@@ -69,3 +100,11 @@ class Program:
 def jit(function: Callable[..., Any], **options: Any) -> Program:
     """`jax.jit` of a model function; options as there."""
     return Program(function, options)
+
+
+def _described(leaf: Any) -> Any:
+    """An array's shape, dtype and place, by which jax finds again what it compiled."""
+    if not isinstance(leaf, jax.Array):
+        return leaf
+    place = leaf.sharding if leaf.committed else None
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)

@@ -18,12 +18,14 @@ def deliver(
     work: Iterator[tuple[Any, Any]],
     window: int,
     growing: bool,
+    begin: Callable[[list[Sample]], None],
 ) -> Iterator[tuple[int, RequestOutput]]:
     """(number, request) of those that have finished; growing: before that whenever they have grown.
 
     loop: what does the work, a `Loop` or what has its face; enter: gives it a request, a prompt and
     parameters, with the set for its samples' numbers, and returns the samples; work: (prompt,
-    parameters); window: most requests taken and not finished.
+    parameters); window: most requests taken and not finished; begin: is told the samples that there
+    are before the first turn.
     """
     live: dict[int, tuple[RequestOutput, list[Sample]]] = {}
     owner: dict[int, int] = {}  # sample -> request
@@ -31,7 +33,8 @@ def deliver(
     taken, more = 0, True
     try:
         while more or live:
-            while more and len(live) < window:
+            first = taken == 0
+            while more and len(live) < max(window, 1):
                 try:
                     prompt, params = next(work)
                 except StopIteration:
@@ -42,6 +45,8 @@ def deliver(
                 live[taken] = request, samples
                 owner |= {sample.number: taken for sample in samples}
                 taken += 1
+            if first:
+                begin([sample for _, samples in live.values() for sample in samples])
             # Those of a finished request can still be there: who listens may have made turns too.
             news = sorted({owner[number] for number in grown if number in owner})
             grown.clear()

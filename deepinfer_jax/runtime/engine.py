@@ -19,7 +19,7 @@ from typing import Any
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.runtime import build, checkpoint, groups, noise, remote, reply, warmup
+from deepinfer_jax.runtime import ahead, build, checkpoint, groups, noise, remote, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
 from deepinfer_jax.runtime.delivery import deliver
@@ -318,7 +318,14 @@ class LLM:
         growing: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
         self._loop.capture = tuple(capture)
-        return deliver(self._loop, self._enter, work, window, growing)
+        return deliver(
+            self._loop,
+            self._enter,
+            work,
+            window,
+            growing,
+            lambda some: ahead.begin(self._loops, some),
+        )
 
     def _enter(
         self,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from deepinfer_jax.model.compile import jit
+from deepinfer_jax.model.compile import Program, jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import groups, shards
@@ -41,11 +41,13 @@ ADMITS_A_CALL = 8  # requests that enter together; one alone has a program of it
 
 @dataclasses.dataclass
 class Programs:
-    """setup, weights and the static options of an engine's steps, bound to the programs."""
+    """setup, weights and the static options of an engine's steps, bound to the programs. begun:
+    (rows, options) of the decode steps that `ahead` began to compile."""
 
     setup: Setup
     weights: Weights
     options: Options
+    begun: set[tuple[int, Options]] = dataclasses.field(default_factory=set)
 
     @property
     def shards(self) -> int:
@@ -102,17 +104,33 @@ class Programs:
         given: PrefillInput,
     ) -> tuple[State, StepOutput]:
         """See `prefill.prefill_chunk`; `held` is donated."""
-        setup = self.setup._replace(phase="prefill")
-        return _prefill(
-            setup, options, tail, score, self.everywhere, self.weights, held, pool, given
-        )
+        return _prefill(*self._of_prefill(tail, score, options), held, pool, given)
+
+    def begin_prefill(self, tail: int, score: bool, options: Options, *arrays: Any) -> None:
+        """Compiles `prefill` in another thread; arguments as there, none is donated."""
+        self._begin(_prefill, *self._of_prefill(tail, score, options), *arrays)
 
     def decode(
         self, size: int, options: Options, held: State, pool: Pool, given: DecodeInput
     ) -> tuple[State, StepOutput]:
         """See `step.decode_step`; `held` is donated."""
+        return _decode(*self._of_decode(size, options), held, pool, given)
+
+    def begin_decode(self, size: int, options: Options, *arrays: Any) -> None:
+        """Compiles `decode` in another thread; arguments as there, none is donated."""
+        self._begin(_decode, *self._of_decode(size, options), *arrays)
+
+    def _of_prefill(self, tail: int, score: bool, options: Options) -> tuple[Any, ...]:
+        setup = self.setup._replace(phase="prefill")
+        return setup, options, tail, score, self.everywhere, self.weights
+
+    def _of_decode(self, size: int, options: Options) -> tuple[Any, ...]:
         setup = self.setup._replace(phase="decode")
-        return _decode(setup, options, size, self.everywhere, self.weights, held, pool, given)
+        return setup, options, size, self.everywhere, self.weights
+
+    def _begin(self, program: Program, *arguments: Any) -> None:
+        if not self.everywhere:  # several processes have to compile in one order
+            program.ahead(*arguments)
 
     def admit(self, held: State, *rows: Any) -> State:
         """See `state.admit`, of `rows` all but the state; `held` is donated."""

@@ -36,33 +36,41 @@ def default_folder() -> Path:
 
 
 def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> None:
-    """Runs every program once with nothing to do.
+    """Compiles every program, several at once, and runs each once with nothing to do.
 
     logprobs: also those that report alternatives; scores: also those for prompt log-probabilities.
     """
     setup, width = loop.programs.setup, loop.programs.setup.cfg.vocab_size
     wide = loop.options._replace(top=min(MAX_LOGPROBS, width))
     several = (loop.options, wide) if logprobs else (loop.options,)
+    steps: list[tuple[Any, ...]] = []
     for groups, sizes in loop.buckets().items() if loop.policy.decodes else ():
         given = loop.desk.decode(
             groups, groups, loop.options.block, (), loop.pages, loop.calibration.temperature
         )
-        for size in sizes:
-            for options in several:
-                _decode(loop, size, options, given)
+        steps += [(_decode, size, options, given) for size in sizes for options in several]
     for height, chunk in loop.policy.prefill:
         given = loop.desk.prefill(height, chunk, (), loop.pages)
         tails = {chunk}
         if setup.numerics.replay == "compact":
             tails |= {0, min(setup.cfg.replay_keep, chunk)}
         for tail in sorted(tails):
-            for options in several:
-                _prefill(loop, tail, False, options, given)
+            steps += [(_prefill, tail, False, options, given) for options in several]
         if scores:
-            _prefill(loop, chunk, True, wide, given)
+            steps.append((_prefill, chunk, True, wide, given))
+    _begin(loop, steps)
+    for run, *arguments in steps:
+        run(loop, *arguments)
     _compile_moves(loop)
     loop.grammars.warm()
     jax.block_until_ready(loop.state)
+
+
+def _begin(loop: Loop, steps: list[tuple[Any, ...]]) -> None:
+    """Compiles the programs of steps in several threads."""
+    for run, *choices, given in steps:
+        begin = loop.programs.begin_decode if run is _decode else loop.programs.begin_prefill
+        begin(*choices, loop.state, loop.grammars.pool, given)
 
 
 def _compile_moves(loop: Loop) -> None:
@@ -108,13 +116,18 @@ def measure(loop: Loop) -> dict[tuple[int, int], float]:
     slots, block = loop.policy.slots, loop.options.block
     start = max(min(LENGTH, loop.context - RUNS * (1 + block) - 1), 1)
     table, found = _pages(loop), {}
-    for groups, sizes in loop.buckets().items():
-        given = loop.desk.decode(
+    blank = {
+        groups: loop.desk.decode(
             groups, groups, block, (), loop.pages, loop.calibration.temperature
         )
+        for groups in loop.buckets()
+    }
+    every = [(groups, size) for groups, sizes in loop.buckets().items() for size in sizes]
+    _begin(loop, [(_decode, size, loop.options, blank[groups]) for groups, size in every])
+    for groups, sizes in loop.buckets().items():
         used = _spread(loop, groups)
         given = dataclasses.replace(
-            given,
+            blank[groups],
             slot=used,
             pages=table[used],
             room=np.full(groups, block, np.int32),
