@@ -175,6 +175,11 @@ def stand_in(function: Callable[[str, str, tuple, dict[str, Any]], Any]) -> Iter
         _stand_in.reset(token)
 
 
+def observed() -> bool:
+    """Whether calls are recorded or replaced: then every one of them has to be traced."""
+    return _recorder.get() is not None or _stand_in.get() is not None
+
+
 def target() -> Target:
     """The device that the current trace is for: the abstract mesh's, else the default device."""
     import jax

@@ -27,6 +27,7 @@ from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import compressor, indexer, quant, rope
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.linear import linear, linear_total
 from deepinfer_jax.model.norm import rms_norm
@@ -125,6 +126,7 @@ def attention(
         return output(setup, weights, rows, out, compressed=plan.ratio > 0), cache, selection
 
 
+@shared("setup", "compressed")
 def queries(
     setup: Setup,
     weights: AttentionWeights,
@@ -140,6 +142,7 @@ def queries(
     return low, rope.rotate(heads, rows.position, rope.inverse_frequencies(cfg, compressed))
 
 
+@shared("setup", "compressed")
 def window_rows(
     setup: Setup,
     weights: AttentionWeights,
@@ -207,6 +210,7 @@ def produce(
         )
 
 
+@shared("setup")
 def core(
     setup: Setup,
     weights: AttentionWeights,
@@ -230,6 +234,7 @@ def core(
         )
 
 
+@shared("setup", "compressed")
 def output(
     setup: Setup,
     weights: AttentionWeights,

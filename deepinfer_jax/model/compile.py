@@ -12,7 +12,8 @@ every backend but jax's own GPU and TPU ones is given that option too, if its co
 
 XLA compiles without Python's lock, so `Program.ahead` compiles in threads what will be called soon.
 Tracing holds that lock anyway and goes one program after the other, so that what programs have in
-common is traced once.
+common is traced once: layers are of few kinds, and a function that is `shared` is traced for each
+kind and not for each layer. XLA inlines its calls first of all, so it compiles the same program.
 """
 
 import concurrent.futures
@@ -24,6 +25,8 @@ from typing import Any
 
 import jax
 from jax.extend import backend
+
+import pallas_kernels
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
@@ -108,3 +111,24 @@ def _described(leaf: Any) -> Any:
         return leaf
     place = leaf.sharding if leaf.committed else None
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place, weak_type=leaf.weak_type)
+
+
+def shared[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Makes a function that is traced once for equal shapes and equal `static` arguments.
+
+    static: names of its arguments that are no arrays; they are hashed. Outside of a trace the
+    function is called as it is, and so it is while somebody watches what kernels it calls.
+    """
+
+    def wrap(function: Callable[P, R]) -> Callable[P, R]:
+        once = jax.jit(function, static_argnames=static)
+
+        @functools.wraps(function)
+        def call(*args: P.args, **keywords: P.kwargs) -> R:
+            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, keywords)))
+            run = once if traced and not pallas_kernels.observed() else function
+            return run(*args, **keywords)
+
+        return call
+
+    return wrap

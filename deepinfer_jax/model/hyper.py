@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.norm import inverse_rms
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, plain
@@ -62,6 +63,7 @@ def first_pre(rows: int, cfg: ModelConfig) -> Float[Array, "rows n"]:
     return jnp.zeros((rows, cfg.hc_mult), jnp.float32).at[:, 0].set(1.0)
 
 
+@shared("setup")
 def mixes(setup: Setup, weights: HyperWeights, streams: Float[Array, "rows n d"]) -> Mixes:
     """Predicts pre, post and comb of one sublayer from the streams at its entry."""
     with jax.named_scope("mhc_mixes"):
@@ -99,6 +101,7 @@ def split(
     return Mixes(pre, post, comb)
 
 
+@shared()
 def collapse(
     streams: Float[Array, "rows n d"], pre: Float[Array, "rows n"]
 ) -> Float[Array, "rows d"]:
@@ -107,6 +110,7 @@ def collapse(
         return jnp.sum(pre[:, :, None] * streams.astype(jnp.float32), axis=1).astype(streams.dtype)
 
 
+@shared()
 def write_back(
     out: Float[Array, "rows d"], streams: Float[Array, "rows n d"], mix: Mixes
 ) -> Float[Array, "rows n d"]:

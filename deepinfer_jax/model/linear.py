@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from deepinfer_jax.model import parallel
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized
 from pallas_kernels import formats, row_matmul
 
 
+@shared("setup", "dtype")
 def linear(
     setup: Setup, x: Float[Array, "rows k"], weight: Leaf, *, dtype: jnp.dtype | None = None
 ) -> Float[Array, "rows n"]:

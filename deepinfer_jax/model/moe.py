@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import dispatch
 from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.linear import linear, linear_total
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
@@ -92,6 +93,7 @@ def moe(
         return (routed + shared_expert(setup, weights, x).astype(jnp.float32)).astype(x.dtype)
 
 
+@shared("setup", "experts_per_token")
 def route(
     setup: Setup,
     weights: MoEWeights,
@@ -123,6 +125,7 @@ def route(
         return chosen, taken / total * jnp.float32(setup.cfg.routed_scaling_factor)
 
 
+@shared("setup")
 def routed_experts(
     setup: Setup,
     weights: MoEWeights,
@@ -187,6 +190,7 @@ def _wire(width: int, dtype: jnp.dtype) -> dispatch.Wire:
     return encode, decode
 
 
+@shared("setup")
 def shared_expert(
     setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"]
 ) -> Float[Array, "rows d"]:

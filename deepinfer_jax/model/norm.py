@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from deepinfer_jax.model.compile import shared
+
 
 def inverse_rms(x: Float[Array, "*lead d"], eps: float) -> Float[Array, "*lead 1"]:
     """1 / sqrt(mean over the last axis of x^2 + eps) in float32."""
@@ -16,6 +18,7 @@ def inverse_rms(x: Float[Array, "*lead d"], eps: float) -> Float[Array, "*lead 1
     return jax.lax.rsqrt(jnp.mean(squares, axis=-1, keepdims=True) + jnp.float32(eps))
 
 
+@shared("eps")
 def rms_norm(
     x: Float[Array, "*lead d"], weight: Float[Array, " d"], eps: float
 ) -> Float[Array, "*lead d"]:

@@ -18,6 +18,7 @@ from deepinfer_jax.model import dspark
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import noise, sampling
@@ -35,6 +36,7 @@ class Block(NamedTuple):
     weights: Float[Array, "groups block vocab"] | None
 
 
+@shared("setup", "block", "rejection")
 def draft(
     setup: Setup,
     weights: Weights,
@@ -111,6 +113,7 @@ def one_by_one(body: Callable[..., Any], carry: Any, items: Any) -> Any:
     )
 
 
+@shared()
 def grammar_mask(
     pool: Pool, grammar: GrammarState, remaining: Int32[Array, " rows"]
 ) -> Bool[Array, "rows vocab"]:
@@ -128,6 +131,7 @@ def grammar_mask(
     )
 
 
+@shared()
 def advance(pool: Pool, grammar: GrammarState, token: Int32[Array, " rows"]) -> GrammarState:
     """Grammar states after a token each, at no cost when no row has a grammar."""
     return jax.lax.cond(

@@ -30,6 +30,7 @@ from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int32, UInt32
 
+from deepinfer_jax.model.compile import shared
 from deepinfer_jax.runtime.noise import SAMPLE, gumbel
 from deepinfer_jax.runtime.sampling_state import MAX_VOCAB, Leaf, RowParams, Tables
 
@@ -54,6 +55,7 @@ ZERO, ONE = np.uint32(0), np.uint32(1)
 Kept = Bool[Array, "rows vocab"]
 
 
+@shared()
 def adjust(
     logits: Float[Array, "rows vocab"],
     params: RowParams,
@@ -193,6 +195,7 @@ def _prefix(
     return ~asked[:, None] | above | (equal & (ids <= bounds[1][:, None]))
 
 
+@shared()
 def distribution(
     logits: Float[Array, "rows vocab"], params: RowParams
 ) -> Float[Array, "rows vocab"]:
