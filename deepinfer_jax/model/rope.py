@@ -19,7 +19,6 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.model.compile import shared
 
 
 def inverse_frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
@@ -44,7 +43,6 @@ def inverse_frequencies(cfg: ModelConfig, compressed: bool) -> np.ndarray:
     return (plain / np.float32(yarn.factor) * ramp + plain * (1 - ramp)).astype(np.float32)
 
 
-@shared("inverse")
 def rotate(
     x: Float[Array, "rows *heads d"],
     position: Int[Array, " rows"],
