@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer
 from jax.extend import backend
 
 import pallas_kernels
@@ -125,7 +126,7 @@ def shared[**P, R](*static: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def call(*args: P.args, **keywords: P.kwargs) -> R:
-            traced = any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((args, keywords)))
+            traced = any(isinstance(x, Tracer) for x in jax.tree.leaves((args, keywords)))
             run = once if traced and not pallas_kernels.observed() else function
             return run(*args, **keywords)
 

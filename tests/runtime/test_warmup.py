@@ -2,6 +2,10 @@
 
 import json
 
+import jax
+import pytest
+
+import deepinfer_jax as dj
 from deepinfer_jax.runtime import warmup
 
 
@@ -30,6 +34,7 @@ def test_the_cost_curve_is_measured_once_and_kept(llm, tmp_path, monkeypatch):
 def test_every_bucket_is_timed_and_the_state_left_empty(llm, monkeypatch):
     """The median of the runs after the first, which may compile, with every row in use."""
     loop, seconds, sizes = llm(invariant=True)._loop, iter([9.0, 3.0, 1.0, 2.0, 5.0, 4.0]), []
+    begun = []
 
     def timed(loop, run, *given):
         size, _, sent = given[1:]
@@ -38,6 +43,30 @@ def test_every_bucket_is_timed_and_the_state_left_empty(llm, monkeypatch):
         return next(seconds)
 
     monkeypatch.setattr(warmup, "_timed", timed)
+    monkeypatch.setattr(warmup, "_begin", lambda _, steps: begun.extend(steps))
     assert warmup.measure(loop) == {(4, 16): 3.0}
+    assert [size for _, size, *_ in begun] == [16]
     assert sizes == [16] * 6
     assert bool(loop.state.done.all()) and not int(loop.state.length.max())
+
+
+@pytest.mark.parametrize("logprobs", [None, 2])
+def test_the_decode_step_begun_with_the_prompts_is_the_one_they_use(llm, monkeypatch, logprobs):
+    engine = llm(invariant=True)
+    loop, begun, used = engine._loop, [], []
+    decode = loop.programs.decode
+    monkeypatch.setattr(loop.programs, "begun", set())
+    monkeypatch.setattr(loop.programs, "begin_decode", lambda *given: begun.append(given))
+    monkeypatch.setattr(
+        loop.programs, "decode", lambda *given: used.append(given) or decode(*given)
+    )
+    params = dj.SamplingParams(max_tokens=4, logprobs=logprobs, ignore_eos=True)
+    for _ in range(2):
+        engine.generate([[5, 6], [7, 8, 9]], params)
+    ((size, options, *arrays),) = begun  # once, however often it is needed
+    assert used[0][:2] == (size, options) and options.top == (20 if logprobs else 0)
+    shapes = [jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), one) for one in (arrays, used[0])]
+    assert shapes[0] == list(shapes[1][2:])
+    begun.clear()
+    engine.generate([[5, 6]], dj.SamplingParams(max_tokens=1))
+    assert begun == []  # the prompt's own program gives the only token
