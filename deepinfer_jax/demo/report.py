@@ -25,7 +25,8 @@ from deepinfer_jax.runtime.engine import Shapes
 from deepinfer_jax.spec import Quantized, path_name
 
 WINDOWS = 24  # of each kind
-REPLAYED = 64  # tokens after a prompt whose loss is compared
+CONTEXTS = (512, 1024, 1536, 2048)  # tokens of prompts under bounded replay
+REPLAYED = 64  # tokens after each whose loss is compared
 
 
 def weights(model: Path, cfg: ModelConfig) -> Flat:
@@ -85,7 +86,7 @@ def speculation(
 def replay(full: Any, compact: Any, ids: np.ndarray, params: Any) -> dict[int, dict[str, float]]:
     """Nats of the tokens after prompts of several lengths, whole prompt and bounded replay."""
     found = {}
-    for context in (512, 1024, 1536):
+    for context in CONTEXTS:
         rows = corpus.windows(ids, context + REPLAYED)[:6]
         nats = {}
         for name, llm in (("full", full), ("compact", compact)):
@@ -114,7 +115,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(json.dumps(found), flush=True)
 
     shapes = Shapes(prefill=((1, 512),))  # one, so that little is compiled
-    size = {"max_slots": 8, "max_context": 2048, "shapes": shapes}
+    size = {"max_slots": 8, "max_context": max(CONTEXTS) + REPLAYED, "shapes": shapes}
     exact = dj.Numerics.preset("reference", invariant=True)  # drafting then changes no token
     llm = dj.LLM(options.model, numerics=exact, **size)
     found["engine"] = engine_loss(llm, run.held_out)
