@@ -11,14 +11,17 @@ also makes jax take a file lock, so several runs may share the folder.
 """
 
 from pathlib import Path
+from typing import Any
 
 import jax
 import pytest
 from jaxtyping import install_import_hook
+from xdist.scheduler import LoadFileScheduling
 
 PACKAGES = ("deepinfer_jax", "pallas_kernels", "converters")
-# Linux ends a process with more than 65,530 mappings; one module maps up to some 20,000.
-MAPPINGS = 40_000
+# Linux ends a process with more than 65,530 mappings; one module maps up to some 20,000 and they
+# take memory.
+MAPPINGS = 30_000
 
 install_import_hook(PACKAGES, "beartype.beartype")
 
@@ -40,6 +43,27 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
+
+
+ENGINES = "tests/runtime/"  # engines of one small model, which share what they compile
+
+
+class EnginesTogether(LoadFileScheduling):
+    """Each file goes to one process, and all that share engines to the same one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return ENGINES if nodeid.startswith(ENGINES) else super()._split_scope(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> EnginesTogether | None:
+    """`--dist loadfile`, but for the longest chain of files."""
+    return EnginesTogether(config, log) if config.getoption("dist") == "loadfile" else None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest chain first, so that no process ends long after the others."""
+    items.sort(key=lambda item: not item.nodeid.startswith(ENGINES))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -192,6 +192,7 @@ def test_experts_move_without_compiling_and_without_changing_a_bit(folder):
     assert [program.variants() for program in compiled_programs()] == compiled
 
 
+@pytest.mark.slow
 def test_placement_changes_no_bit_of_the_logits(folder):
     """Any placement of any replicas, one compiled program."""
     under = dataclasses.replace(Layout.single(), spare_experts=8)

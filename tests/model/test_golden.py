@@ -172,6 +172,7 @@ def test_logits_with_cache_quantisation(forward, golden, official):
     assert len(quiet) >= 4, quiet
 
 
+@pytest.mark.slow
 def test_logits_with_activation_quantisation(forward, official):
     results = forward(RAGGED, 129, "float32", act_quant=True)
     shares = agreeing(results, official, "f32a")

@@ -26,7 +26,7 @@ def peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-@pytest.mark.parametrize("preset", ["reference", "float32"])
+@pytest.mark.parametrize("preset", ["reference", pytest.param("float32", marks=pytest.mark.slow)])
 def test_forward(released, preset):
     """One sequence of 4096 tokens, as `Model.forward` would compile it."""
     cfg, weights = released

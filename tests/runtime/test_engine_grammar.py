@@ -12,6 +12,7 @@ import pytest
 
 import deepinfer_jax as dj
 from tests.runtime.runs import same, scarce
+from tests.runtime.small_model import CONTEXT
 
 PATTERN = r"[a-f]{3,20}(, [0-9]+)*é?"
 ITEM = {"type": "object", "properties": {"id": {"type": "integer"}, "ok": {"type": "boolean"}}}
@@ -93,7 +94,9 @@ def test_the_end_is_reached_in_time(llm, prompts):
             assert out.outputs[0].finish_reason == "stop", (kind, out.outputs[0].text)
             assert valid(kind, out.outputs[0].text), (kind, out.outputs[0].text)
         assert short.error is not None and f"takes {least} tokens" in short.error, kind
-    (out,) = engine.generate([[5] * 248], constrained({"regex": "[a-c]{40}"}, 0, max_tokens=41))
+    (out,) = engine.generate(
+        [[5] * (CONTEXT - 8)], constrained({"regex": "[a-c]{40}"}, 0, max_tokens=41)
+    )
     assert out.outputs[0].finish_reason == "error"
     assert "leave room for 8" in out.error and "structured" in out.error
 

@@ -15,6 +15,7 @@ from tests.runtime.small_model import KEEP
 
 TOLERANCE = 5e-5
 LENGTHS = (5, 33, 12, 50, 70, 21)
+EVERY_MODE = (True, pytest.param(False, marks=pytest.mark.slow))
 
 
 def _params(count, **options):
@@ -22,16 +23,18 @@ def _params(count, **options):
     return [dj.SamplingParams(seed=n, **fields) for n in range(count)]
 
 
-def test_batch_slot_and_order_are_exact_in_every_mode(llm, prompts):
-    engine, work, params = llm(), prompts(*LENGTHS), _params(len(LENGTHS))
+@pytest.mark.parametrize("invariant", EVERY_MODE)
+def test_batch_slot_and_order_are_exact_in_every_mode(llm, prompts, invariant):
+    engine, work, params = llm(invariant=invariant), prompts(*LENGTHS), _params(len(LENGTHS))
     together = engine.generate(work, params)
     alone = [engine.generate([one], [p])[0] for one, p in zip(work, params, strict=True)]
     same(together, alone)
     same(together, engine.generate(work[::-1], params[::-1])[::-1])
 
 
-def test_preemption_through_the_host_is_exact_in_every_mode(llm, prompts):
-    engine, work = llm(), prompts(100, 110, 90, 120)
+@pytest.mark.parametrize("invariant", EVERY_MODE)
+def test_preemption_through_the_host_is_exact_in_every_mode(llm, prompts, invariant):
+    engine, work = llm(invariant=invariant), prompts(100, 110, 90, 120)
     params = _params(4, max_tokens=60)
     wanted = engine.generate(work, params)
     with scarce(engine, pages=5):

@@ -80,8 +80,8 @@ def _validator(schema: Any) -> jsonschema.Draft202012Validator:
 
 @pytest.mark.timeout(1800)  # a minute of processor time, more on a busy machine
 def test_all_outputs_are_valid(llm: dj.LLM) -> None:
-    """Six samples a case, with a few tokens to spare."""
-    assert wrong(llm, samples=6, spare=8) == []
+    """One sample a case, with a few tokens to spare."""
+    assert wrong(llm, samples=1, spare=8) == []
 
 
 @pytest.mark.slow
