@@ -6,12 +6,12 @@ maps each logical axis to zero, one or several mesh axes; the PartitionSpec of a
     expert -> [data, expert]:   spec(("expert", None, "ffn", None), [384, 2, 2304, 2560])
                                 = P(("data", "expert"))
 
-``[rules]`` place parameters and activations alike; ``[prefill]`` and ``[decode]`` override them for
-activations of that phase only, because both phases share one copy of the weights. A rule written as
-``[]`` says "replicated on purpose"; an absent rule says nothing, and a large tensor that ends up
-replicated by silence is reported by ``warnings``. Nothing is dropped quietly: an unknown axis, two
-rules that put one mesh axis twice into a tensor, or a size that does not divide is an error naming
-the layout, the tensor and both sides.
+``[rules]`` place parameters and activations alike; ``[prefill]`` and ``[decode]`` override ``rows``
+alone: both phases share one copy of the weights and one cache. A rule written as ``[]`` says
+"replicated on purpose"; an absent rule says nothing, and a large tensor that ends up replicated by
+silence is reported by ``warnings``. Nothing is dropped quietly: an unknown axis, two rules that put
+one mesh axis twice into a tensor, or a size that does not divide is an error naming the layout, the
+tensor and both sides.
 
 A Layout is data, not devices: it is hashable and goes to ``jax.jit`` as a static argument. Traced
 functions use its abstract mesh (``model.parallel.spmd``); the devices come from the arguments.
@@ -46,6 +46,7 @@ AXES = {
     "engram_rows": "rows of the Engram tables",
 }
 PHASES = ("prefill", "decode")
+PER_PHASE = ("rows",)  # all other axes are of weights or of the cache
 DISPATCH = ("gather", "alltoall", "ragged")
 ENGRAM = ("sharded", "replicated", "host")
 ORDERS = ("natural", "zigzag")
@@ -72,7 +73,7 @@ class Layout:
     """Mesh axes with sizes, rules, phase overrides and the placement choices that are not axes.
 
     axes: (name, size) in device order; neighbours of the last axis are neighbouring devices.
-    rules: (logical axis, mesh axes). phases: (phase, rules) that override for activations.
+    rules: (logical axis, mesh axes). phases: (phase, rules) that override those of `PER_PHASE`.
     moe_dispatch: how rows reach expert shards; moe_capacity: pairs one exchange carries between
     two shards, in units of an equal split (more pairs take more rounds, none is dropped).
     spare_experts: slots beyond one for each expert of a layer, for replicas of busy ones (EPLB).
@@ -95,8 +96,10 @@ class Layout:
         _choice(f"{where}, moe_dispatch", self.moe_dispatch, DISPATCH)
         _choice(f"{where}, engram", self.engram, ENGRAM)
         _choice(f"{where}, prefill_order", self.prefill_order, ORDERS)
-        if type(self.moe_capacity) not in (int, float) or self.moe_capacity <= 0:
-            raise ValueError(f"{where}, moe_capacity: must be positive, not {self.moe_capacity!r}")
+        if type(self.moe_capacity) not in (int, float) or not 0 < self.moe_capacity < math.inf:
+            raise ValueError(
+                f"{where}, moe_capacity: must be positive and finite, not {self.moe_capacity!r}"
+            )
         _spare(where, self.spare_experts)
         for axis, size in self.axes:
             if type(size) is not int or size < 1:
@@ -104,9 +107,16 @@ class Layout:
                     f"{where}, [mesh] {axis}: size must be an integer >= 1, not {size!r}"
                 )
         names = tuple(name for name, _ in self.axes)
+        for phase, _ in self.phases:
+            _choice(f"{where}, phases", phase, PHASES)
         for table, rules in (("rules", self.rules), *self.phases):
             for logical, mesh_axes in rules:
                 _choice(f"{where}, [{table}]", logical, tuple(AXES))
+                if table != "rules" and logical not in PER_PHASE:
+                    raise ValueError(
+                        f"{where}, [{table}] {logical}: only {', '.join(PER_PHASE)} may differ "
+                        "between the phases, which share weights and cache; expected it in [rules]"
+                    )
                 for axis in mesh_axes:
                     _choice(f"{where}, [{table}] {logical}", axis, names)
                 if len(set(mesh_axes)) != len(mesh_axes):
@@ -288,7 +298,7 @@ class Layout:
 def _read_rules(where: str, table: Mapping[str, object]) -> Rules:
     rules = []
     for logical, value in table.items():
-        names = [value] if isinstance(value, str) and value else value or []
+        names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError(f"{where} {logical}: expected an axis name or a list, got {value!r}")
         rules.append((logical, tuple(names)))

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from deepinfer_jax.layout import Layout
+from deepinfer_jax.layout import AXES, PHASES, Layout
 
 TEXT = """
 description = "a test"
@@ -24,8 +24,6 @@ embed = []
 engram_rows = "data"
 [prefill]
 rows = "data"
-[decode]
-heads = []
 """
 
 
@@ -98,6 +96,10 @@ def test_spec_mistakes(tmp_path, axes, shape, message):
             "vocab = 3",
             r"\[rules\] vocab: expected an axis name or a list, got 3",
         ),
+        ('vocab = "expert"', "vocab = 0", "vocab: expected an axis name or a list, got 0"),
+        ('vocab = "expert"', "vocab = false", "vocab: expected an axis name or a list, got False"),
+        ('vocab = "expert"', "vocab = {}", "vocab: expected an axis name or a list, got {}"),
+        ('vocab = "expert"', 'vocab = ""', r"\[rules\] vocab: unknown ''; expected one of data"),
         ('vocab = "expert"', 'vocab = ["data", "data"]', r"\[rules\] vocab: repeats an axis"),
         ("data = 4", "data = 0", r"\[mesh\] data: size must be an integer >= 1, not 0"),
         ("data = 4", "data = true", r"\[mesh\] data: size must be an integer >= 1, not True"),
@@ -105,7 +107,9 @@ def test_spec_mistakes(tmp_path, axes, shape, message):
         ('"host"', '"replicated"', r"contradicts the rule engram_rows -> \('data',\)"),
         ("[prefill]", "[prefil]", "unknown 'prefil' .did you mean 'prefill'"),
         ("[mesh]", "[mesh", "not valid TOML"),
-        ('engram = "host"', "moe_capacity = -1", "moe_capacity: must be positive, not -1"),
+        ('engram = "host"', "moe_capacity = -1", "moe_capacity: must be positive .* not -1"),
+        ('engram = "host"', "moe_capacity = inf", "moe_capacity: must be positive .* not inf"),
+        ('engram = "host"', "moe_capacity = nan", "moe_capacity: must be positive .* not nan"),
         ('engram = "host"', "spare_experts = 0.5", "spare_experts: must be an integer >= 0"),
         ('"a test"', '"a test"\nrules = 3', "not valid TOML|must be a table"),
     ],
@@ -114,6 +118,21 @@ def test_file_mistakes(tmp_path, old, new, message):
     assert old in TEXT
     with pytest.raises(ValueError, match=message):
         read(tmp_path, TEXT.replace(old, new))
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("logical", sorted({*AXES} - {"rows"}))
+def test_a_phase_overrides_rows_alone(tmp_path, phase, logical):
+    """Weights and cache are shared: such a rule would be checked and then not followed."""
+    message = rf"\[{phase}\] {logical}: only rows may differ between the phases"
+    text = TEXT.replace('[prefill]\nrows = "data"', f"[{phase}]\n{logical} = []")
+    with pytest.raises(ValueError, match=message):
+        read(tmp_path, text)
+
+
+def test_unknown_phase():
+    with pytest.raises(ValueError, match="phases: unknown 'prefil' .did you mean 'prefill'"):
+        Layout("odd", (("data", 2),), phases=(("prefil", (("rows", ("data",)),)),))
 
 
 def test_wrong_override_and_device_count(tmp_path):

@@ -65,12 +65,6 @@ def check(layout: Layout, phase: str | None = None) -> None:
             raise ValueError(
                 f"{where}: {one} -> {rule(one)} but {other} -> {rule(other)}; they go together"
             )
-    for logical in ("slots", "pages"):
-        if rule(logical) != layout.mesh_axes(logical):
-            raise ValueError(
-                f"{where}: {logical} -> {layout.mesh_axes(logical)} but {rule(logical)} in "
-                f"{phase}; both phases share one cache"
-            )
     rows = rule("rows")
     if phase == "decode" and rows != rule("slots"):
         raise ValueError(
