@@ -22,6 +22,7 @@ from converters import safetensors_io as st
 from converters.source import CheckpointError, Source, open_source, resolve
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram_hash
+from deepinfer_jax.spec import MX_GROUP
 
 SLICE_BYTES = 2**24
 LOW_EXPONENT, HIGH_EXPONENT = 127 - 60, 127 + 20  # trained scales lie well inside
@@ -51,11 +52,15 @@ def examine(path: str | Path) -> Checked:
     stored, problems = dialects.canonical(source.tensors, table.by_name)
     native = table
     if cfg.dense_dtype != "fp8":
-        native = names.table(dataclasses.replace(cfg, dense_dtype="fp8"))
+        block = (MX_GROUP, MX_GROUP)  # what the config says, without FP8, counts for nothing
+        native = names.table(dataclasses.replace(cfg, dense_dtype="fp8", weight_block_size=block))
     needed = dialects.storage(native, stored)
     if needed != {"dense_dtype": cfg.dense_dtype, "expert_dtype": cfg.expert_dtype}:
         config = with_storage(config, cfg, needed)
-        cfg = ModelConfig.from_hf(config)
+        try:
+            cfg = ModelConfig.from_hf(config)
+        except ValueError as error:
+            raise CheckpointError([f"{source.path / 'config.json'}: {error}"]) from error
         table = names.table(cfg)
     found, seen, more = recipes.build(cfg, table, stored)
     problems += [*more, *census.compare(cfg, table, seen)]

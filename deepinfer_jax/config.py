@@ -39,6 +39,9 @@ _FIXED_VALUES: dict[str, Any] = {
     "n_shared_experts": 1,
     "tie_word_embeddings": False,
     "hc_shifted": True,
+    "gate_temp": 1.0,
+    "use_fp4_sparse_kv": True,
+    "dspark_target_attn_input": True,
 }
 
 
@@ -203,6 +206,7 @@ class ModelConfig:
             elif field.name in raw:
                 values[field.name] = _typed(field, raw[field.name])
         values.setdefault("candidate_source_layer_id", None)
+        _same_schedule({**raw, **text}, values)
         values["rope_scaling"] = _rope_scaling(text)
         values.update(_quantization(raw))
         values["vision"] = _vision(raw)
@@ -284,6 +288,33 @@ def _typed(field: dataclasses.Field[Any], value: Any) -> Any:
     raise ValueError(f"{field.name} = {value!r}; expected {expected.get(field.type, 'integers')}")
 
 
+def _same_schedule(given: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    """Refuses a second spelling of the schedule that contradicts the first: sources of index keys,
+    and the `layer_types` and `compress_rates` that libraries write for `compress_ratios`."""
+    sources = list(values.get("kv_source_layer_ids", ()))
+    keys = given.get("index_k_source_layer_ids")
+    if keys not in (None, sources):
+        raise ValueError(
+            f"index_k_source_layer_ids = {keys!r} is not supported; "
+            f"expected kv_source_layer_ids = {sources}"
+        )
+    kinds, rates = given.get("layer_types"), given.get("compress_rates")
+    if kinds is None and rates is None:
+        return
+    if not isinstance(kinds, list) or not isinstance(rates, Mapping):
+        raise ValueError(
+            f"layer_types = {kinds!r}, compress_rates = {rates!r}; expected a list of kinds and a "
+            "table of their rates"
+        )
+    said = [0 if kind == "sliding_attention" else rates.get(kind) for kind in kinds]
+    ratios, layers = list(values.get("compress_ratios", ())), values.get("num_hidden_layers")
+    if said not in (ratios, ratios[:layers]):
+        raise ValueError(
+            f"layer_types and compress_rates say ratios {said}, which contradicts "
+            f"compress_ratios = {ratios}"
+        )
+
+
 def _rope_scaling(text: Mapping[str, Any]) -> RopeScaling:
     raw = text.get("rope_scaling")
     if not isinstance(raw, Mapping):
@@ -307,16 +338,17 @@ def _quantization(raw: Mapping[str, Any]) -> dict[str, Any]:
     if not (
         isinstance(block, list)
         and len(block) == 2
-        and all(isinstance(b, int) and b > 0 for b in block)
+        and all(type(size) is int and size > 0 for size in block)
     ):
         raise ValueError(
             f"quantization_config.weight_block_size = {block!r}; expected two positive integers"
         )
-    scale_format = section.get("scale_fmt", "ue8m0")
-    if scale_format != "ue8m0":
-        raise ValueError(
-            f"quantization_config.scale_fmt = {scale_format!r} is not supported; expected 'ue8m0'"
-        )
+    for key, expected in (("scale_fmt", "ue8m0"), ("activation_scheme", "dynamic")):
+        value = section.get(key, expected)
+        if value != expected:
+            raise ValueError(
+                f"quantization_config.{key} = {value!r} is not supported; expected {expected!r}"
+            )
     found: dict[str, Any] = {"weight_block_size": tuple(block)}
     # `dense_dtype` is ours: written for a checkpoint whose dense matrices alone are unquantised.
     for key, known in (("expert_dtype", ("fp4", "fp8", "bf16")), ("dense_dtype", ("fp8", "bf16"))):

@@ -14,6 +14,7 @@ These functions take any object with the fields of `ModelConfig`, so that this f
 """
 
 import dataclasses
+import math
 from typing import Any, Literal
 
 Mode = Literal["window", "full", "reindex", "reuse"]
@@ -97,8 +98,12 @@ def draft_plans(cfg: Any) -> tuple[LayerPlan, ...]:
 def validate(cfg: Any) -> None:
     """Raises `ValueError` naming the field, its value and what was expected."""
     _validate_sizes(cfg)
+    _validate_numbers(cfg)
+    _validate_storage(cfg)
     _validate_sources(cfg)
-    _validate_engram_and_draft(cfg)
+    _validate_selection(cfg)
+    _validate_engram(cfg)
+    _validate_draft(cfg)
 
 
 def _nearest(sources: tuple[int, ...], layer: int) -> int:
@@ -110,8 +115,15 @@ def _expect(condition: bool, field: str, value: Any, expected: str) -> None:
         raise ValueError(f"{field} = {value!r}; expected {expected}")
 
 
+def _positive(cfg: Any, *names: str) -> None:
+    for name in names:
+        value = getattr(cfg, name)
+        _expect(isinstance(value, int) and value > 0, name, value, "a positive integer")
+
+
 def _validate_sizes(cfg: Any) -> None:
-    positive = [
+    _positive(
+        cfg,
         "vocab_size",
         "hidden_size",
         "num_hidden_layers",
@@ -127,10 +139,9 @@ def _validate_sizes(cfg: Any) -> None:
         "hc_mult",
         "hc_sinkhorn_iters",
         "max_position_embeddings",
-    ]
-    for name in positive:
-        value = getattr(cfg, name)
-        _expect(isinstance(value, int) and value > 0, name, value, "a positive integer")
+    )
+    drafts = cfg.num_nextn_predict_layers
+    _expect(drafts >= 0, "num_nextn_predict_layers", drafts, "0 or more draft stages")
     _expect(
         cfg.hidden_size % 32 == 0,
         "hidden_size",
@@ -170,6 +181,29 @@ def _validate_sizes(cfg: Any) -> None:
     )
 
 
+def _validate_numbers(cfg: Any) -> None:
+    for name in ("routed_scaling_factor", "swiglu_limit", "rms_norm_eps", "hc_eps"):
+        value = getattr(cfg, name)
+        _expect(0 < value < math.inf, name, value, "a positive, finite number")
+    for name in ("rope_theta", "compress_rope_theta"):
+        value = getattr(cfg, name)
+        _expect(1 < value < math.inf, name, value, "a finite number above 1")
+    for field in dataclasses.fields(cfg.rope_scaling):
+        value = getattr(cfg.rope_scaling, field.name)
+        _expect(0 < value < math.inf, f"rope_scaling.{field.name}", value, "a positive number")
+
+
+def _validate_storage(cfg: Any) -> None:
+    block = cfg.weight_block_size
+    if "fp8" in (cfg.dense_dtype, cfg.expert_dtype):
+        _expect(
+            block == (32, 32),
+            "weight_block_size",
+            list(block),
+            "[32, 32], the blocks that FP8 matrices are computed in",
+        )
+
+
 def _validate_sources(cfg: Any) -> None:
     layers, drafts = cfg.num_hidden_layers, cfg.num_nextn_predict_layers
     ratios = cfg.compress_ratios
@@ -195,12 +229,19 @@ def _validate_sources(cfg: Any) -> None:
             ids,
             f"layer ids below num_hidden_layers = {layers}",
         )
+    border = decoder_start(cfg)
     for source in cfg.kv_source_layer_ids:
         _expect(
             source in cfg.index_source_layer_ids,
             "kv_source_layer_ids",
             source,
             "a layer that is in index_source_layer_ids too (it owns the index keys)",
+        )
+        _expect(
+            source <= border,
+            "kv_source_layer_ids",
+            source,
+            f"no source above layer {border}, the one that all of the decoder half reads",
         )
     for layer in range(layers):
         if ratios[layer] == 0:
@@ -222,16 +263,11 @@ def _validate_sources(cfg: Any) -> None:
             ratios[layer],
             f"{ratios[below[-1]]}, the ratio of its KV source, layer {below[-1]}",
         )
-        selectors = [source for source in cfg.index_source_layer_ids if source <= layer]
-        _expect(
-            selectors[-1] >= below[-1],
-            "index_source_layer_ids",
-            selectors,
-            f"a source at or above layer {below[-1]}",
-        )
-    if any(ratios):
-        for name in ("index_n_heads", "index_head_dim", "index_topk"):
-            _expect(getattr(cfg, name) > 0, name, getattr(cfg, name), "a positive integer")
+
+
+def _validate_selection(cfg: Any) -> None:
+    if any(cfg.compress_ratios):
+        _positive(cfg, "index_n_heads", "index_head_dim", "index_topk")
         dim = cfg.index_head_dim
         _expect(dim % 32 == 0, "index_head_dim", dim, "a multiple of 32 (quantisation groups)")
         _expect(
@@ -242,21 +278,16 @@ def _validate_sources(cfg: Any) -> None:
         )
     pool = cfg.candidate_source_layer_id
     if pool is not None:
+        _positive(cfg, "candidate_topk_blocks", "candidate_block_size")
         _expect(
-            pool in cfg.kv_source_layer_ids and ratios[pool] == 1,
+            pool in cfg.kv_source_layer_ids and cfg.compress_ratios[pool] == 1,
             "candidate_source_layer_id",
             pool,
             "a KV source of ratio 1",
         )
-        _expect(
-            pool == max(cfg.kv_source_layer_ids),
-            "candidate_source_layer_id",
-            pool,
-            "the last KV source",
-        )
 
 
-def _validate_engram_and_draft(cfg: Any) -> None:
+def _validate_engram(cfg: Any) -> None:
     _expect(
         len(cfg.engram_num_embeddings) == len(cfg.engram_layer_ids),
         "engram_num_embeddings",
@@ -264,6 +295,13 @@ def _validate_engram_and_draft(cfg: Any) -> None:
         f"one entry for each of engram_layer_ids = {cfg.engram_layer_ids}",
     )
     if cfg.engram_layer_ids:
+        _positive(
+            cfg,
+            "engram_vocab_size",
+            "engram_n_heads",
+            "engram_head_dim",
+            "engram_compressed_vocab_size",
+        )
         _expect(
             cfg.engram_head_dim % 32 == 0,
             "engram_head_dim",
@@ -283,21 +321,38 @@ def _validate_engram_and_draft(cfg: Any) -> None:
             "at most 131072 (exact hashing)",
         )
         _expect(
+            0 <= cfg.engram_pad_token_id < cfg.vocab_size,
+            "engram_pad_token_id",
+            cfg.engram_pad_token_id,
+            f"a token id below {cfg.vocab_size}",
+        )
+        _expect(
             cfg.engram_layer_ids[-1] < decoder_start(cfg),
             "engram_layer_ids",
             cfg.engram_layer_ids,
             f"layers of the encoder half, below {decoder_start(cfg)}",
         )
+
+
+def _validate_draft(cfg: Any) -> None:
+    _expect(cfg.dspark_block_size >= 0, "dspark_block_size", cfg.dspark_block_size, "0 or more")
     if cfg.num_nextn_predict_layers:
-        _expect(
-            bool(cfg.dspark_target_layer_ids), "dspark_target_layer_ids", (), "at least one layer"
-        )
-        _expect(
-            cfg.dspark_block_size > 0,
+        _positive(
+            cfg,
             "dspark_block_size",
-            cfg.dspark_block_size,
-            "a positive integer",
+            "dspark_markov_rank",
+            "dspark_n_routed_experts",
+            "dspark_num_experts_per_tok",
         )
+        taps, border = cfg.dspark_target_layer_ids, decoder_start(cfg)
+        _expect(bool(taps), "dspark_target_layer_ids", (), "at least one layer")
+        if border < cfg.num_hidden_layers:
+            _expect(
+                taps[0] >= border,
+                "dspark_target_layer_ids",
+                taps,
+                f"layers of the decoder half, from {border} on",
+            )
         _expect(
             0 <= cfg.dspark_noise_token_id < cfg.vocab_size,
             "dspark_noise_token_id",

@@ -154,16 +154,31 @@ def test_nothing_matches(broken, rewrite):
     assert "no tensor of this config is there; the files hold transformer.h." in found
 
 
-def test_block_size_that_config_lies_about(broken, edit):
-    def lie(config):
-        config["quantization_config"]["weight_block_size"] = [128, 128]
+def test_block_size_that_config_lies_about(broken, rewrite):
+    def coarser(name, tensor):
+        if tensor["dtype"] != "F8_E8M0" or ".experts." in name or ".embed." in name:
+            return {name: tensor}
+        shape = tuple(-(-size // 4) for size in tensor["shape"])
+        return {name: tensor | {"shape": shape, "data": np.full(shape, 120, np.uint8)}}
 
-    edit(broken / "config.json", lie)
-    found = problems(broken)
+    rewrite(broken, coarser)
     assert any(
-        "it fits blocks of 32x32, config.json has weight_block_size = [128, 128]" in line
-        for line in found
+        "it fits blocks of 128x128, config.json has weight_block_size = [32, 32]" in line
+        for line in problems(broken)
     )
+
+
+@pytest.mark.parametrize("claimed", ["fp8", "bf16"])
+def test_blocks_that_the_model_does_not_compute_in(claimed, broken, edit):
+    """Whether config.json or the tensors say that matrices are FP8."""
+
+    def change(config):
+        section = {"weight_block_size": [128, 128], "dense_dtype": claimed}
+        config["quantization_config"] |= section
+
+    edit(broken / "config.json", change)
+    (found,) = problems(broken)
+    assert "config.json: weight_block_size = [128, 128]; expected [32, 32]" in found
 
 
 def test_wrong_dtype_and_shape(broken, rewrite):
