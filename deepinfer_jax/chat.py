@@ -57,12 +57,16 @@ def talk(
     lines: Any = None,
     out: Any = None,
 ) -> int:
-    """Runs the chat on an engine of `context` tokens; 0. lines, out: default to the terminal's."""
+    """Runs the chat on an engine of `context` tokens; 0. lines, out: default to the terminal's.
+
+    Raises ValueError, before anything is asked, where no conversation can be rendered.
+    """
     from deepinfer_jax.runtime.text import conversation_ids
 
     lines, out = lines or sys.stdin, out or sys.stdout
     first = [] if system is None else [{"role": "system", "content": system}]
     turns: list[dict[str, Any]] = []
+    conversation_ids(llm.tokenizer, [*first, {"role": "user", "content": ""}], None, thinking)
     print(HELP, file=out)
     for line in _asked(lines, out):
         if line == "/quit":

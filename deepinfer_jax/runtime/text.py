@@ -49,6 +49,14 @@ _ROLES = {"system": SYSTEM, "user": USER, "assistant": ASSISTANT}
 Piece = tuple[str, bool]  # text, and whether it is one special token
 
 
+def refuse_surrogates(name: str, text: str) -> None:
+    """Raises ValueError, with the name, for a lone surrogate: JSON can spell one, UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name}: character {error.start} is a lone surrogate") from None
+
+
 def _object(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises ValueError naming the file."""
     try:
@@ -108,11 +116,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text, bos in front if the checkpoint asks for it. Raises ValueError for a lone
-        surrogate, which is no text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"prompt: character {error.start} is a lone surrogate") from None
+        surrogate."""
+        refuse_surrogates("prompt", text)
         ids = self._inner.encode(text, add_special_tokens=False).ids
         if self.add_bos and self.bos_id is not None and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]
@@ -120,7 +125,8 @@ class Tokenizer:
 
     def encode_pieces(self, pieces: Sequence[Piece]) -> list[int]:
         """Ids of a prompt in pieces: special tokens as such, the rest as plain text even where it
-        spells one. Raises ValueError for a special token that this tokenizer lacks."""
+        spells one. Raises ValueError for a special token that this tokenizer lacks, and for a lone
+        surrogate."""
         if self._plain is None:
             bare = json.loads(self.text())
             bare["added_tokens"] = []
@@ -128,6 +134,7 @@ class Tokenizer:
         ids: list[int] = []
         for text, special in pieces:
             if not special:
+                refuse_surrogates("conversation", text)
                 ids += self._plain.encode(text, add_special_tokens=False).ids
                 continue
             token = self._inner.token_to_id(text)
@@ -170,7 +177,7 @@ def _raw(text: str) -> bytes:
 
 
 def conversation_ids(
-    tokenizer: Tokenizer,
+    tokenizer: Tokenizer | None,
     messages: Sequence[Any],
     tools: Sequence[Mapping[str, Any]] | None = None,
     thinking: bool | str | None = None,
@@ -181,12 +188,14 @@ def conversation_ids(
     tool_calls, tool_call_id, prefix). tools: chat-completion tool definitions. thinking: None or
     False, no reasoning; True, or an effort ("low", "high", "xhigh", "max"): the reply begins with
     it. Plain conversations are rendered here; tools and thinking by DeepSeek's own deepseek-recipe
-    (the chat extra). Raises ValueError for what is no conversation.
+    (the chat extra). Raises ValueError for what is no conversation, and without a tokenizer.
     """
+    if tokenizer is None:
+        raise ValueError("chat: needs the checkpoint's tokenizer.json")
     if isinstance(messages, Mapping | str) or not messages:
         raise ValueError(f"conversation: {messages!r}; expected a list of messages")
     for number, message in enumerate(messages):
-        if not isinstance(message, Mapping) or "role" not in message:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"messages[{number}]: {message!r}; expected a role and content")
     if thinking not in (None, False, True, *EFFORTS):
         raise ValueError(f"thinking = {thinking!r}; expected True, False or {', '.join(EFFORTS)}")
@@ -241,13 +250,13 @@ def _recipe_pieces(
         "messages": [dict(message) for message in messages],
         "thinking": {"type": "enabled" if thinking else "disabled"},
     }
-    if tools:
-        body["tools"] = [dict(tool) for tool in tools]
     if isinstance(thinking, str):
         body["reasoning_effort"] = thinking
     try:
+        if tools:
+            body["tools"] = [dict(tool) for tool in tools]
         asked = recipe.ChatCompletionRequest(body).convert(recipe.ConversionOptions())
-    except recipe.ConversionError as error:
+    except (recipe.ConversionError, ValueError, TypeError) as error:
         raise ValueError(f"conversation: {' '.join(str(error).split())}") from None
     rendered = recipe.DeepseekV41Encoding().render_conversation(asked.conversation)
     pieces, at = [], 0

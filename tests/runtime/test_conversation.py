@@ -158,6 +158,10 @@ def test_special_tokens_spelled_by_a_user_stay_text(tokenizer):
         ([{"content": "a"}], None, "messages[0]"),
         (_said("a"), "hard", "thinking = 'hard'"),
         ([{"role": "robot", "content": "a"}], None, "robot"),
+        ([{"role": ["user"], "content": "a"}], None, "messages[0]"),
+        ([{"role": "user", "content": {1}}], None, "conversation: "),
+        (_said("a\ud800"), None, "conversation: character 1 is a lone surrogate"),
+        (_said("a\ud800"), True, "conversation: "),
     ],
 )
 def test_refused(tokenizer, messages, thinking, message):
@@ -239,6 +243,21 @@ def test_the_terminal_chat_keeps_the_conversation(tokenizer):
     assert shown.count("fine, thank you\n") == 3 and len(engine.prompts) == 3
     assert engine.prompts[1].count("fine, thank you" + text.EOS) == 1
     assert "Hello" not in engine.prompts[2] and text.SYSTEM + "S" in engine.prompts[2]
+
+
+@pytest.mark.parametrize(
+    ("missing", "thinking", "message"),
+    [(True, None, "chat: needs the checkpoint's tokenizer.json"), (False, "hard", "thinking")],
+)
+def test_the_terminal_chat_asks_for_nothing_that_it_cannot_answer(
+    tokenizer, missing, thinking, message
+):
+    engine, out = Echo(tokenizer), io.StringIO()
+    if missing:
+        engine.tokenizer = None
+    with pytest.raises(ValueError, match=message):
+        chat.talk(engine, SamplingParams(), 200, thinking=thinking, lines=io.StringIO(), out=out)
+    assert not out.getvalue()
 
 
 def test_the_oldest_turns_are_forgotten_when_the_context_is_full(tokenizer):
