@@ -14,19 +14,26 @@ import difflib
 import json
 import math
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from numbers import Real
 from typing import Any, no_type_check
 
 import numpy as np
 
+from deepinfer_jax.runtime.text import refuse_surrogates
+
 MAX_LOGPROBS = 64  # alternatives per position that the compiled step returns
 LARGE = 1e6  # no bias or penalty beyond it: the sum with a logit stays exact enough in float32
 GRAMMARS = ("regex", "json_schema", "ebnf", "choice", "json")
 
 
-def _shown(value: object) -> str:
-    text = repr(value)
+def shown(value: object) -> str:
+    """A value in a message: what `repr` says, or its beginning."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # thousands of digits, or of brackets
+        text = f"a {type(value).__name__} of such size"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -38,17 +45,20 @@ def _integer(name: str, value: object, low: int, high: int | None = None) -> int
     except TypeError:
         number = None
     if number is None or number < low or (high is not None and number >= high):
-        raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
+        raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
     return number
 
 
 def _number(name: str, value: object, wanted: str, low: float, high: float = math.inf) -> float:
     """``value`` as a finite float in [low, high]; ``wanted`` says the range in words."""
     if isinstance(value, Real) and not isinstance(value, bool | np.bool_):
-        number = float(value)
+        try:
+            number = float(value)
+        except OverflowError:  # an integer beyond all floats
+            number = math.inf
         if math.isfinite(number) and low <= number <= high:
             return number
-    raise ValueError(f"{name} must be {wanted}, got {_shown(value)}")
+    raise ValueError(f"{name} must be {wanted}, got {shown(value)}")
 
 
 def _ids(name: str, value: Any, *, unique: bool) -> tuple[int, ...]:
@@ -56,7 +66,7 @@ def _ids(name: str, value: Any, *, unique: bool) -> tuple[int, ...]:
     if isinstance(value, str | bytes | Mapping) or not isinstance(
         value, Sequence | set | np.ndarray
     ):
-        raise ValueError(f"{name} must be a list of token ids, got {_shown(value)}")
+        raise ValueError(f"{name} must be a list of token ids, got {shown(value)}")
     ids = tuple(_integer(f"{name}: each id", item, 0, 2**31) for item in value)
     if not ids:
         raise ValueError(f"{name} is empty: leave it out or name at least one id")
@@ -67,15 +77,22 @@ def _strings(name: str, value: object) -> tuple[str, ...]:
     if isinstance(value, str):
         value = (value,)
     if not isinstance(value, Sequence) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{name} must be a string or a list of strings, got {_shown(value)}")
+        raise ValueError(f"{name} must be a string or a list of strings, got {shown(value)}")
     if not value or not all(value):
         raise ValueError(f"{name} is empty: leave it out or give strings of at least one character")
+    for item in value:
+        refuse_surrogates(name, item)
     return tuple(dict.fromkeys(value))
+
+
+def _id_of(key: Any) -> Any:
+    """An id that is spelled as JSON spells it; anything else as it is, to be refused."""
+    return int(key) if isinstance(key, str) and re.fullmatch("0|[1-9][0-9]{0,9}", key) else key
 
 
 def _bias(value: object) -> dict[int, float]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"logit_bias must map token ids to numbers, got {_shown(value)}")
+        raise ValueError(f"logit_bias must map token ids to numbers, got {shown(value)}")
     if not value:
         raise ValueError("logit_bias is empty: leave it out or name at least one id")
     return {
@@ -89,7 +106,7 @@ def _bias(value: object) -> dict[int, float]:
 def _structured(value: object) -> dict[str, Any]:
     """Shape of a grammar request: one kind, its value's type, the two options. Not its content."""
     if not isinstance(value, Mapping):
-        raise ValueError(f"structured must be a dict such as {{'regex': ...}}, got {_shown(value)}")
+        raise ValueError(f"structured must be a dict such as {{'regex': ...}}, got {shown(value)}")
     unknown = [key for key in value if key not in (*GRAMMARS, "trigger", "lenient")]
     if unknown:
         raise ValueError(f"structured has no key {unknown[0]!r}: it takes {', '.join(GRAMMARS)}")
@@ -99,24 +116,36 @@ def _structured(value: object) -> dict[str, Any]:
     result = dict(value)
     kind, spec = kinds[0], value[kinds[0]]
     if kind in ("regex", "ebnf") and not (isinstance(spec, str) and spec):
-        raise ValueError(f"structured[{kind!r}] must be a non-empty string, got {_shown(spec)}")
+        raise ValueError(f"structured[{kind!r}] must be a non-empty string, got {shown(spec)}")
+    if kind in ("regex", "ebnf"):
+        refuse_surrogates(f"structured[{kind!r}]", spec)
     if kind == "json" and spec is not True:
-        raise ValueError(f"structured['json'] must be True, got {_shown(spec)}")
+        raise ValueError(f"structured['json'] must be True, got {shown(spec)}")
     if kind == "choice":
         result[kind] = _strings("structured['choice']", spec)
-    if kind == "json_schema" and isinstance(spec, str):
-        try:
-            spec = json.loads(spec)
-        except ValueError as error:
-            raise ValueError(f"structured['json_schema'] is not JSON: {error}") from None
-        result[kind] = spec
-    if kind == "json_schema" and not isinstance(spec, Mapping | bool):
-        raise ValueError(f"structured['json_schema'] must be an object, got {_shown(spec)}")
+    if kind == "json_schema":
+        result[kind] = _schema(spec)
     if "trigger" in value:
         result["trigger"] = _ids("structured['trigger']", value["trigger"], unique=False)
     if not isinstance(value.get("lenient", False), bool):
-        raise ValueError(f"structured['lenient'] must be a bool, got {_shown(value['lenient'])}")
+        raise ValueError(f"structured['lenient'] must be a bool, got {shown(value['lenient'])}")
     return result
+
+
+def _schema(spec: object) -> Any:
+    """A JSON schema, from its text too."""
+    name = "structured['json_schema']"
+    try:
+        value = json.loads(spec) if isinstance(spec, str) else spec
+        text = json.dumps(value, ensure_ascii=False)
+    except RecursionError:
+        raise ValueError(f"{name} is nested too deeply") from None
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{name} is not JSON: {error}") from None
+    if not isinstance(value, dict | bool):
+        raise ValueError(f"{name} must be an object, got {shown(value)}")
+    refuse_surrogates(name, text)
+    return value
 
 
 def _routes(value: object) -> np.ndarray:
@@ -126,6 +155,8 @@ def _routes(value: object) -> np.ndarray:
             "forced_routes must be integers of shape [tokens, layers, experts per token], got "
             f"{routes.dtype} of shape {list(routes.shape)}"
         )
+    if not -(2**31) <= routes.min() <= routes.max() < 2**31:
+        raise ValueError(f"forced_routes: experts {routes.min()}..{routes.max()} are no int32")
     return routes.astype(np.int32)
 
 
@@ -186,7 +217,7 @@ class SamplingParams:
         # A dataclass would raise TypeError here; the interface promises ValueError with the name.
         known = [field.name for field in dataclasses.fields(cls)]
         if args:
-            raise ValueError(f"SamplingParams takes options by name only, got {_shown(args[0])}")
+            raise ValueError(f"SamplingParams takes options by name only, got {shown(args[0])}")
         for name in options:
             if name not in known:
                 close = difflib.get_close_matches(name, known, 1)
@@ -228,10 +259,10 @@ class SamplingParams:
         if self.forced_routes is not None:
             checked["forced_routes"] = _routes(self.forced_routes)
         if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos must be a bool, got {_shown(self.ignore_eos)}")
+            raise ValueError(f"ignore_eos must be a bool, got {shown(self.ignore_eos)}")
         if self.logprobs_mode not in ("raw", "processed"):
             raise ValueError(
-                f"logprobs_mode must be 'raw' or 'processed', got {_shown(self.logprobs_mode)}"
+                f"logprobs_mode must be 'raw' or 'processed', got {shown(self.logprobs_mode)}"
             )
         for name, value in checked.items():
             object.__setattr__(self, name, value)
@@ -259,6 +290,14 @@ class SamplingParams:
             )
         if forced and self.structured is not None:
             raise ValueError("forced_token_ids and structured both decide the output: give one")
+
+    @classmethod
+    def from_json(cls, options: Mapping[str, Any]) -> "SamplingParams":
+        """From options as JSON holds them: the ids of logit_bias are an object's keys, so text."""
+        options, bias = dict(options), options.get("logit_bias")
+        if isinstance(bias, Mapping):
+            options["logit_bias"] = {_id_of(key): value for key, value in bias.items()}
+        return cls(**options)
 
     @property
     def greedy(self) -> bool:

@@ -15,6 +15,7 @@ WRONG = [
     ({"temperature": float("inf")}, "temperature"),
     ({"temperature": -0.1}, "temperature"),
     ({"temperature": "hot"}, "temperature"),
+    ({"temperature": 10**400}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": None}, "temperature"),
     ({"top_k": -1}, "top_k"),
@@ -49,6 +50,7 @@ WRONG = [
     ({"stop": ""}, "stop is empty"),
     ({"stop": ["a", ""]}, "stop is empty"),
     ({"stop": [b"a"]}, "stop must"),
+    ({"stop": ["a", "b\ud800"]}, "stop: character 1 is a lone surrogate"),
     ({"ignore_eos": 1}, "ignore_eos"),
     ({"seed": -1}, "seed"),
     ({"seed": 2**64}, "seed"),
@@ -67,10 +69,16 @@ WRONG = [
     ({"structured": {"choice": []}}, "structured\\['choice'\\]"),
     ({"structured": {"json_schema": "{"}}, "not JSON"),
     ({"structured": {"json_schema": "3"}}, "structured\\['json_schema'\\]"),
+    ({"structured": {"json_schema": "[" * 100_000}}, "nested too deeply"),
+    ({"structured": {"json_schema": {"const": {1}}}}, "not JSON"),
+    ({"structured": {"json_schema": {"const": "\udc00"}}}, "lone surrogate"),
+    ({"structured": {"regex": "\ud800"}}, "lone surrogate"),
     ({"structured": {"json": True, "trigger": []}}, "trigger"),
     ({"structured": {"json": True, "lenient": 1}}, "lenient"),
     ({"forced_token_ids": []}, "forced_token_ids is empty"),
     ({"forced_routes": [[1, 2]]}, "forced_routes"),
+    ({"forced_routes": [[[0, 2**32 + 1]]]}, "forced_routes: experts 0..4294967297 are no int32"),
+    ({"forced_routes": np.full((1, 1, 2), 2**63, np.uint64)}, "forced_routes"),
     ({"forced_routes": np.zeros((2, 3, 2))}, "forced_routes"),
     # contradictions
     ({"min_tokens": 5, "max_tokens": 4}, "min_tokens 5 is above max_tokens 4"),
@@ -92,6 +100,18 @@ def test_wrong_options(options, message):
     with pytest.raises(ValueError, match=message) as caught:
         SamplingParams(**options)
     assert "\n" not in str(caught.value)
+
+
+def test_values_that_cannot_even_be_printed():
+    nested: dict = {}
+    for _ in range(100_000):
+        nested = {"not": nested}
+    with pytest.raises(ValueError, match="json_schema'\\] is nested too deeply"):
+        SamplingParams(structured={"json_schema": nested})
+    with pytest.raises(ValueError, match="regex'\\] must be a non-empty string, got a dict"):
+        SamplingParams(structured={"regex": nested})
+    with pytest.raises(ValueError, match="temperature must be .* got an? int"):
+        SamplingParams(temperature=10**5000)
 
 
 def test_by_name_only():
