@@ -2,7 +2,8 @@
 
 Input, one object a line: "id" (any JSON string or number, unique), "prompt" (text) or
 "prompt_token_ids", and any field of `SamplingParams`. Output, in the order of finishing:
-{"id", "prompt_tokens", "outputs": [{"text", "token_ids", "finish_reason", ...}], "error"}.
+{"id", "prompt_tokens", "outputs": [{"text", "token_ids", "finish_reason", ...}], "error"};
+a log-probability of null is that of what cannot happen.
 
 Every input line gives exactly one output line, also one that cannot be served. A run that was
 killed at any moment goes on where it ended: a half-written last line is cut off, ids that are in
@@ -13,6 +14,7 @@ noise in whatever run it is served.
 
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,7 +25,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deepinfer_jax.runtime import cluster, noise
 from deepinfer_jax.runtime.engine import LLM, Prompt
-from deepinfer_jax.runtime.outputs import DraftCounts, RequestOutput
+from deepinfer_jax.runtime.outputs import DraftCounts, RequestOutput, json_line
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 
 LINE_SECONDS = 10.0
@@ -63,7 +65,7 @@ def run(
     with cluster.results(target) as file, Report(quiet, total, len(done)) as report:
 
         def write(record: Record, request: RequestOutput) -> None:
-            file.write(json.dumps(_line(record, request), ensure_ascii=False) + "\n")
+            file.write(json_line(_line(record, request)) + "\n")
             file.flush()
             report.add(request)
 
@@ -88,17 +90,19 @@ def run(
 def records(source: Path, defaults: dict[str, Any]) -> Iterator[Record]:
     """The file's requests; a line that is an object with an id always gives one."""
     seen: set[Any] = set()
-    with source.open(encoding="utf-8") as file:
+    with source.open("rb") as file:
         for number, text in enumerate(file, start=1):
             if not text.strip():
                 continue
             where = f"{source}, line {number}"
             try:
-                raw = json.loads(text)
+                raw = json.loads(text.decode())
+            except RecursionError:
+                raise ValueError(f"{where}: nested too deeply") from None
             except ValueError as error:
                 raise ValueError(f"{where}: not JSON ({error})") from None
-            if not isinstance(raw, dict) or not isinstance(raw.get("id"), str | int | float):
-                raise ValueError(f'{where}: expected an object with an "id"')
+            if not isinstance(raw, dict) or not _is_id(raw.get("id")):
+                raise ValueError(f'{where}: expected an object with an "id", text or a number')
             if raw["id"] in seen:
                 raise ValueError(f"{where}: id {raw['id']!r} appears twice")
             seen.add(raw["id"])
@@ -119,17 +123,28 @@ def recover(target: Path) -> dict[Any, bool]:
         with target.open("r+b") as file:
             file.truncate(whole)
     done = {}
-    for number, text in enumerate(data[:whole].decode().splitlines(), start=1):
+    # Lines of bytes: those of text would also end at U+0085, U+2028 and U+2029, which stand in JSON
+    # strings as themselves.
+    for number, text in enumerate(data[:whole].splitlines(), start=1):
         try:
-            line = json.loads(text)
+            line = json.loads(text.decode())
             done[line["id"]] = line["error"] is not None
         except (ValueError, KeyError, TypeError):
             raise ValueError(f"{target}, line {number}: not a result of such a run") from None
     return done
 
 
+def _is_id(value: Any) -> bool:
+    """Whether a value is found again in the output: NaN equals nothing, true equals 1."""
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        return False
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 def _record(raw: dict[str, Any], defaults: dict[str, Any]) -> Record:
-    options = {**defaults, **{key: value for key, value in raw.items() if key in _FIELDS}}
+    options = defaults | {key: value for key, value in raw.items() if key in _FIELDS}
+    if options["seed"] is None:  # the engine's would depend on how many requests went before
+        options["seed"] = defaults["seed"]
     try:
         unknown = sorted(set(raw) - _FIELDS - {"id", "prompt", "prompt_token_ids"})
         if unknown:
@@ -139,7 +154,7 @@ def _record(raw: dict[str, Any], defaults: dict[str, Any]) -> Record:
         prompt = raw.get("prompt", raw.get("prompt_token_ids"))
         if not isinstance(prompt, str if "prompt" in raw else list):
             raise ValueError("prompt: expected text, prompt_token_ids: a list of integers")
-        return Record(raw["id"], prompt, SamplingParams(**options))
+        return Record(raw["id"], prompt, SamplingParams.from_json(options))
     except ValueError as error:
         return Record(raw["id"], "", SamplingParams(), str(error))
 

@@ -1,11 +1,14 @@
 """What a request gives back: texts, ids, log-probabilities, timings, or an error.
 
 A log-probability entry is ``{token id: natural-log probability}``: the chosen token always, then as
-many alternatives as were asked for, likeliest first (ties: lowest id). All entries of a request are
-of one kind, raw or processed, as ``SamplingParams.logprobs_mode`` says.
+many alternatives as were asked for, likeliest first (ties: lowest id); -inf is that of what cannot
+happen. All entries of a request are of one kind, raw or processed, as
+``SamplingParams.logprobs_mode`` says.
 """
 
 import dataclasses
+import json
+import math
 from typing import Any
 
 Logprobs = dict[int, float]
@@ -148,6 +151,24 @@ class RequestOutput:
     def finished(self) -> bool:
         """Whether every sample has ended."""
         return None not in [output.finish_reason for output in self.outputs]
+
+
+def json_line(found: Any) -> str:
+    """A result's fields as one line of JSON: numbers that JSON lacks, such as the log-probability
+    of what cannot happen, are null, and lone surrogates, which UTF-8 lacks, are spelled."""
+    try:
+        text = json.dumps(found, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        text = json.dumps(_finite(found), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @dataclasses.dataclass

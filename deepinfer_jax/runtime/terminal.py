@@ -1,12 +1,12 @@
 """Results of `deepinfer-jax generate --prompt` on a terminal, or as JSON lines.
 
-One prompt streams: its text appears as it grows. Several are printed whole, in the order given.
+One prompt streams: its text appears as it grows. Several are printed whole, in the order given. In
+JSON a log-probability of null is that of what cannot happen.
 Errors of requests go to stderr, one line each. An interrupt ends the line that was being written.
 """
 
 import contextlib
 import dataclasses
-import json
 import sys
 from typing import Any
 
@@ -14,7 +14,7 @@ import jax
 
 from deepinfer_jax.runtime import cluster
 from deepinfer_jax.runtime.engine import LLM
-from deepinfer_jax.runtime.outputs import RequestOutput
+from deepinfer_jax.runtime.outputs import RequestOutput, json_line
 from deepinfer_jax.runtime.sampling_params import SamplingParams
 
 
@@ -32,7 +32,7 @@ def show(llm: LLM, prompts: list[str], params: SamplingParams, as_json: bool) ->
     if as_json:
         results = llm.generate(prompts, params)
         for result in results:
-            print(json.dumps(plain(result), ensure_ascii=False))
+            print(json_line(plain(result)))
     elif len(prompts) == 1 and params.n == 1:
         results = [_streamed(llm, prompts, params)]
     else:

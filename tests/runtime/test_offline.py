@@ -36,9 +36,14 @@ def _write(path, rows):
     return path
 
 
+def _strictly(text):
+    """A line of JSON as a reader elsewhere takes it: without NaN and infinities."""
+    return json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} in {text}"))
+
+
 def _read(path):
     """id -> (outputs, error); fails on a repeated id or a broken line."""
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    lines = [_strictly(line) for line in path.read_bytes().decode().split("\n")[:-1]]
     found = {line["id"]: (line["outputs"], line["error"]) for line in lines}
     assert len(found) == len(lines)
     return found
@@ -71,6 +76,86 @@ def test_every_request_has_one_result_errors_included(engine, quiet, tmp_path):
     text = quiet.file.getvalue()
     assert "12/12 requests, 5 failed" in text and "tokens/s" in text
     assert "tokens a step, drafts accepted" in text and "calibration error" in text
+
+
+NESTED = "[" * 100_000
+WRONG = {
+    "stop": {"stop": "a\ud800"},
+    "choice": {"structured": {"choice": ["a", "\udfff"]}},
+    "regex": {"structured": {"regex": "\ud800"}},
+    "constant": {"structured": {"json_schema": {"const": "\ud800"}}},
+    "nested": {"structured": {"json_schema": NESTED}},
+    "prompt": {"prompt": "a\ud800"},
+    "digits": {"temperature": 10**400},
+    "logit_bias[7]": {"logit_bias": {"7": 10**400}},
+    "\ud800": {"\ud800": 1},
+}
+
+
+def test_what_python_can_not_handle_is_the_error_of_its_line(engine, quiet, tmp_path):
+    """Lone surrogates, integers beyond all floats, brackets without end; ids of the first kind."""
+    rows = list(_rows(len(WRONG) + 2))
+    for row, (key, fields) in zip(rows, WRONG.items(), strict=False):
+        row |= {"id": f"{key} \ud83d"} | fields
+        if "prompt" in fields:
+            del row["prompt_token_ids"]
+        if "structured" in fields:
+            del row["ignore_eos"]
+    source, target = _write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert offline.run(engine, source, target, {}, quiet) == len(WRONG)
+    found = _read(target)
+    for row in rows[: len(WRONG)]:
+        assert found[row["id"]][1] is not None and len(found[row["id"]][1]) < 200, row["id"]
+    assert [found[row["id"]][1] for row in rows[len(WRONG) :]] == [None, None]
+    before = target.read_bytes()
+    assert offline.run(engine, source, target, {}, quiet) == len(WRONG)
+    assert target.read_bytes() == before
+
+
+def test_text_with_line_separators_is_resumed(engine, quiet, tmp_path):
+    rows = list(_rows(3))
+    for row, separator in zip(rows, "\u2028\u2029\u0085", strict=True):
+        row["id"] = f"a{separator}b"
+    source, target = _write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
+    assert offline.run(engine, source, target, {}, quiet) == 0
+    before = target.read_bytes()
+    assert offline.run(engine, source, target, {}, quiet) == 0
+    assert target.read_bytes() == before and set(_read(target)) == {row["id"] for row in rows}
+
+
+def test_ids_of_logit_bias_are_keys_of_an_object(engine, quiet, tmp_path):
+    rows = list(_rows(3))
+    rows[0] |= {"logit_bias": {"77": 1000.0}, "temperature": 0, "max_tokens": 3}
+    rows[1]["logit_bias"] = {"077": 1.0}
+    rows[2]["logit_bias"] = [[77, 1.0]]
+    target = tmp_path / "out.jsonl"
+    offline.run(engine, _write(tmp_path / "in.jsonl", rows), target, {}, quiet)
+    found = _read(target)
+    assert found["r0"][0][0]["token_ids"] == [77, 77, 77]
+    assert "'077'" in found["r1"][1] and "logit_bias" in found["r2"][1]
+
+
+def test_a_seed_of_null_is_none(engine, quiet, tmp_path):
+    """The line's own noise then, whatever the engine did before."""
+    rows = [{**row, "temperature": 1.0, "max_tokens": 6} for row in _rows(2)]
+    found = []
+    for name, fields in (("without", {}), ("null", {"seed": None}), ("again", {"seed": None})):
+        source = _write(tmp_path / f"{name}.jsonl", [row | fields for row in rows])
+        offline.run(engine, source, tmp_path / name, {"seed": 3}, quiet)
+        found.append(_read(tmp_path / name))
+    assert found[0] == found[1] == found[2]
+
+
+def test_what_cannot_happen_is_null_in_json(engine, quiet, tmp_path):
+    """At temperature 0 all but one: the likeliest alternatives, and a forced token too."""
+    row = next(_rows(1)) | {"temperature": 0, "logprobs": 2, "logprobs_mode": "processed"}
+    target = tmp_path / "out.jsonl"
+    rows = [row, {**row, "id": "forced", "forced_token_ids": [9]}]
+    assert offline.run(engine, _write(tmp_path / "in.jsonl", rows), target, {}, quiet) == 0
+    found = _read(target)
+    for entry in found["r0"][0][0]["logprobs"]:
+        assert list(entry.values()) == [0.0, None]
+    assert found["forced"][0][0]["logprobs"][0]["9"] is None
 
 
 def test_progress_says_what_became_of_the_drafts():
@@ -152,11 +237,18 @@ def test_an_interrupt_keeps_what_is_done_and_says_how_to_go_on(
         ('{"id": 1, "prompt": "a"}\nnot json\n', "line 2: not JSON"),
         ('{"prompt": "a"}\n', 'line 1: expected an object with an "id"'),
         ("[1]\n", "line 1: expected an object"),
+        ('{"id": true, "prompt": "a"}\n', 'an "id", text or a number'),
+        ('{"id": NaN, "prompt": "a"}\n', 'an "id", text or a number'),
+        ('{"id": 1e999, "prompt": "a"}\n', 'an "id", text or a number'),
+        ('{"id": [1], "prompt": "a"}\n', 'an "id", text or a number'),
+        ('{"id": 1, "prompt": "a"}\n{"id": 1.0, "prompt": "b"}\n', "line 2: id 1.0 appears twice"),
+        ('{"id": 1, "stop": ' + NESTED + "\n", "line 1: nested too deeply"),
+        (b'{"id": 1, "prompt": "\xff"}\n', "line 1: not JSON"),
     ],
 )
 def test_a_bad_file_is_refused_before_anything_is_written(engine, quiet, tmp_path, text, message):
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    source.write_text(text, encoding="utf-8")
+    source.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=message):
         offline.run(engine, source, target, {}, quiet)
     assert not target.exists()

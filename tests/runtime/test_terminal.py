@@ -30,6 +30,15 @@ def test_json_lines_hold_the_whole_result(llm, capsys):
     assert lines[0]["prompt"] == "a" and lines[0]["metrics"]["generated_tokens"] == 3
 
 
+def test_a_json_line_has_no_infinities(llm, capsys):
+    params = dj.SamplingParams(
+        temperature=0.0, max_tokens=2, ignore_eos=True, logprobs=2, logprobs_mode="processed"
+    )
+    assert terminal.show(llm(invariant=True), ["a"], params, True) == 0
+    line = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [list(entry.values()) for entry in line["outputs"][0]["logprobs"]] == [[0.0, None]] * 2
+
+
 def test_a_failed_request_is_a_line_on_stderr_and_exit_code_1(llm, capsys):
     assert terminal.show(llm(invariant=True), ["a" * 2000], PARAMS, False) == 1
     shown = capsys.readouterr()
