@@ -1,37 +1,51 @@
 """What a request must be before it is worked on: prompts as ids, options that fit the model."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, no_type_check
 
 import numpy as np
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.runtime.sampling_params import SamplingParams
+from deepinfer_jax.runtime.sampling_params import SamplingParams, shown
 from deepinfer_jax.runtime.text import Tokenizer
 
 Prompt = str | Sequence[int]
+_BYTES = bytes | bytearray | memoryview  # sequences of integers, but not of token ids
 
 
+@no_type_check  # a type checker at run time would speak before the messages below
 def paired(
     prompts: Prompt | Sequence[Prompt],
     params: SamplingParams | Sequence[SamplingParams] | None,
 ) -> list[tuple[Prompt, SamplingParams]]:
-    """Each prompt with its parameters. Raises ValueError for what is neither text nor ids."""
-    items: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+    """Each prompt with its parameters. Raises ValueError for what is neither text nor ids, and for
+    parameters that are no `SamplingParams`."""
+    if isinstance(prompts, str):
+        prompts = [prompts]
+    if isinstance(prompts, _BYTES | Mapping) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts: {shown(prompts)}; expected text, token ids, or a list of them")
+    items: list[Any] = list(prompts)
     if items and all(isinstance(item, int | np.integer) for item in items):
         items = [items]
     for number, item in enumerate(items):
-        if not isinstance(item, str | Sequence | np.ndarray):
-            raise ValueError(f"prompts[{number}]: {item!r}; expected text or token ids")
+        if not _is_prompt(item):
+            raise ValueError(f"prompts[{number}]: {shown(item)}; expected text or token ids")
     if params is None or isinstance(params, SamplingParams):
         return [(item, params or SamplingParams()) for item in items]
+    if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):
+        raise ValueError(
+            f"sampling_params: {shown(params)}; expected SamplingParams, or a list with one each"
+        )
     if len(params) != len(items):
         raise ValueError(f"sampling_params: {len(params)} for {len(items)} prompts")
     return list(zip(items, params, strict=True))
 
 
+@no_type_check
 def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
     """The ids of a prompt. Raises ValueError for what is no prompt."""
+    if not _is_prompt(prompt):
+        raise ValueError(f"prompt: {shown(prompt)}; expected text or token ids")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError("prompt: text needs the checkpoint's tokenizer.json; give token ids")
@@ -41,6 +55,10 @@ def token_ids(prompt: Prompt, tokenizer: Tokenizer | None) -> list[int]:
         if isinstance(token, bool) or not isinstance(token, int | np.integer):
             raise ValueError(f"prompt: {token!r} is not a token id")
     return [int(token) for token in ids]
+
+
+def _is_prompt(value: object) -> bool:
+    return isinstance(value, str | Sequence | np.ndarray) and not isinstance(value, _BYTES)
 
 
 def check(

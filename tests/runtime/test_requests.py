@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as dj
+from deepinfer_jax.runtime import admission
 from tests.runtime import oracle
 from tests.runtime.runs import log_softmax, logprobs, same
 from tests.runtime.small_model import CONTEXT, VOCAB
@@ -247,6 +248,22 @@ def test_one_set_of_parameters_each(llm, prompts):
     assert [len(out.outputs[0].token_ids) for out in outs] == [2, 5]
     with pytest.raises(ValueError, match="3 for 2 prompts"):
         engine.generate(work, [*params, params[0]])
+
+
+@pytest.mark.parametrize("wrong", [b"Once", bytearray(b"a"), memoryview(b"a"), {"a": 1}, 5, None])
+def test_what_is_no_prompt_is_refused(wrong):
+    with pytest.raises(ValueError, match="^prompts: .* expected text, token ids, or a list"):
+        admission.paired(wrong, None)
+    with pytest.raises(ValueError, match=r"^prompts\[1\]: .* expected text or token ids"):
+        admission.paired(["a", wrong], None)
+    with pytest.raises(ValueError, match="^prompt: .* expected text or token ids"):
+        admission.token_ids(wrong, None)
+
+
+@pytest.mark.parametrize("wrong", [{"temperature": 0}, "temperature", [{"temperature": 0}], 0.5])
+def test_what_are_no_parameters_is_refused(wrong):
+    with pytest.raises(ValueError, match="^sampling_params: .* expected SamplingParams"):
+        admission.paired("x", wrong)
 
 
 def test_speculation_options(folder):
