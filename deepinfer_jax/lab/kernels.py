@@ -50,15 +50,11 @@ class Costs:
     def __call__(self, op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
         if op == "sinkhorn":  # no products, and what it reads is small: as the reference does it
             return sinkhorn.normalise(*args, **kwargs)
-        kwargs = dict(kwargs)
-        extra = kwargs.pop("candidate_blocks", None)
         price = getattr(self, f"_{op}", None)
         if price is None:
             raise NotImplementedError(f"lab: no cost is declared for kernel {op}.{function}")
         flop, read, out = price(function, args, kwargs)
-        if extra is not None:
-            read.append(_bytes(extra))
-        leaves, _ = jax.tree.flatten((args, extra))
+        leaves = jax.tree.leaves(args)
         self.found.append(Cost(f"{op}.{function}", flop, tuple(read)))
 
         def opaque(*_: Any) -> Any:
@@ -96,7 +92,7 @@ class Costs:
         return {kind: 2.0 * rows * x.shape[1] * inner}, read, shape
 
     def _index_topk(self, function, args, kwargs):
-        q, weights, keys, visible = args
+        q, weights, keys, visible, candidates = args
         groups, width, heads, dim = q.shape
         entries = (keys[2] if isinstance(keys, tuple) else keys).shape[1]
         read = [_bytes(q), _bytes(weights)]
@@ -106,6 +102,7 @@ class Costs:
         else:
             read.append(_bytes(keys))
         read.append(_bytes(visible))
+        read += [_bytes(candidates)] if candidates is not None else []
         chosen = jax.ShapeDtypeStruct((groups, width, min(kwargs["k"], entries)), jnp.int32)
         flop = {_kind(q): 2.0 * groups * width * heads * dim * entries}
         if kwargs.get("pool") is None:

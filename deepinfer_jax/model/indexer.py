@@ -113,9 +113,7 @@ def select(
         visible = jnp.where(
             occupied(rows), (to_rectangle(rows, rows.position) + 1) // plan.ratio, 0
         )
-        pool = (
-            (cfg.candidate_block_size, cfg.candidate_topk_blocks) if plan.candidate_source else None
-        )
+        pool = (cfg.candidate_block_size, cfg.candidate_topk_blocks)
         limit = before.blocks if plan.candidate_limited and before is not None else None
         stored, place = _keys(setup, plan, rows, cache)
         picked = index_topk.select(
@@ -123,10 +121,10 @@ def select(
             to_rectangle(rows, head_weight),
             (*stored, place) if isinstance(stored, tuple) else stored,
             visible,
+            limit,
             k=cfg.index_topk,
-            block=cfg.candidate_block_size if limit is not None else None,
-            candidate_blocks=limit,
-            pool=pool,
+            candidates=pool if limit is not None else None,
+            pool=pool if plan.candidate_source else None,
             implementation=setup.kernels["index_topk"],
         )
         chosen, blocks = picked if isinstance(picked, tuple) else (picked, limit)

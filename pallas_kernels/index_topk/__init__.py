@@ -22,10 +22,10 @@ def select(
     weights: Float[Array, "g w h"],
     keys: Keys,
     visible: Int32[Array, "g w"],
+    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
     *,
     k: int,
-    block: int | None = None,
-    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
+    candidates: tuple[int, int] | None = None,
     pool: tuple[int, int] | None = None,
     implementation: str = "auto",
 ) -> Int32[Array, "g w k"] | tuple[Int32[Array, "g w k"], Bool[Array, "g w blocks"]]:
@@ -38,9 +38,10 @@ def select(
             [n, d/32], entry_index int32 [g, T]) for stored rows; entries past `visible` and entries
             with index -1 are never read.
         visible: entry j can be chosen by a row iff j < visible.
-        k: entries to return; fewer are found when fewer are visible.
-        block: entries a block of `candidate_blocks`.
         candidate_blocks: only entries of these blocks can be chosen.
+        k: entries to return; fewer are found when fewer are visible.
+        candidates: (block, count) of `candidate_blocks`: entries a block, and the most blocks that
+            are set in a row; work and memory may be sized by it instead of by T.
         pool: (block, count): also return the mask of the `count` blocks with the highest maximum,
             the newest visible entry's block always among them; not restricted by candidate_blocks.
         implementation: the name of an implementation, or "auto".
@@ -49,9 +50,13 @@ def select(
         int32 [g, w, k]; with `pool` also bool [g, w, ceil(T / block)].
 
     Raises:
-        ValueError: an unknown implementation, or candidate_blocks without block.
+        ValueError: an unknown implementation, or candidate_blocks without candidates.
         NotImplementedError: a named implementation declines the case.
     """
-    args = (q, weights, keys, visible)
-    options = {"k": k, "block": block, "candidate_blocks": candidate_blocks, "pool": pool}
+    if candidate_blocks is not None and candidates is None:
+        raise ValueError(
+            "index_topk: candidate_blocks given without candidates, expected its (block, count)"
+        )
+    args = (q, weights, keys, visible, candidate_blocks)
+    options = {"k": k, "candidates": candidates, "pool": pool}
     return call("index_topk", "select", IMPLEMENTATIONS, implementation, args, options)

@@ -9,7 +9,8 @@ lists, which are in order of index, in the same way; longer contexts merge more 
 
 With `pool` the first launch also writes the maximum of every block of 8 entries, and a third one
 turns the best of them into the mask. With `candidate_blocks` the entries of the blocks of a row are
-listed first and the row is scored as a group of its own.
+listed first and the row is scored as a group of its own: lists, scores and merges are as long as
+the pool, however long the context is.
 """
 
 import functools
@@ -37,10 +38,10 @@ def select(
     weights: Float[Array, "g w h"],
     keys: Keys,
     visible: Int32[Array, "g w"],
+    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
     *,
     k: int,
-    block: int | None = None,
-    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
+    candidates: tuple[int, int] | None = None,
     pool: tuple[int, int] | None = None,
 ) -> Int32[Array, "g w k"] | tuple[Int32[Array, "g w k"], Bool[Array, "g w blocks"]]:
     """Top k visible entries of every row; arguments as in the package's `select`.
@@ -65,13 +66,12 @@ def select(
     if k > 1024 or not entries.shape[1] or not rows:
         raise NotImplementedError(f"k at most 1024 and some entries, got {k}, {entries.shape}")
     if candidate_blocks is not None:
-        if block is None or pool is not None:
-            raise NotImplementedError("candidate_blocks with block and without pool")
-        position, count = _candidates(candidate_blocks, visible, block, entries.shape[1])
-        listed = jnp.take_along_axis(
-            jnp.repeat(entries, rows, axis=0), jnp.maximum(position, 0), axis=1
-        )
+        if candidates is None or pool is not None:
+            raise NotImplementedError("candidate_blocks with candidates and without pool")
+        position, count = _candidates(candidate_blocks, visible, candidates, entries.shape[1])
         alone = (groups * rows, 1)
+        place = jnp.maximum(position, 0).reshape(groups, -1)
+        listed = jnp.take_along_axis(entries, place, axis=1).reshape(position.shape)
         args = (q.reshape(*alone, heads, width), weights.reshape(*alone, heads))
         found = select(*args, (values, scales, listed), count.reshape(alone), k=k)[:, 0]
         picked = jnp.take_along_axis(position, jnp.maximum(found, 0), axis=1)
@@ -79,20 +79,51 @@ def select(
     return _select(q, weights, values, scales, entries, visible, k, pool)
 
 
-def _candidates(mask: Array, visible: Array, block: int, entries: int) -> tuple[Array, Array]:
+def _candidates(
+    mask: Array, visible: Array, candidates: tuple[int, int], entries: int
+) -> tuple[Array, Array]:
     """Entries of the chosen blocks of every row, ascending, and how many of them are visible."""
-    groups, rows, blocks = mask.shape
-    mask = mask.reshape(groups * rows, blocks)
-    order = jnp.cumsum(mask, axis=-1, dtype=jnp.int32) - 1
-    place = jnp.where(mask, order, blocks)
-    number = jnp.broadcast_to(jnp.arange(blocks, dtype=jnp.int32), mask.shape)
-    chosen = jnp.full((groups * rows, blocks), blocks, jnp.int32)
-    line = jnp.broadcast_to(jnp.arange(groups * rows)[:, None], mask.shape)
-    chosen = chosen.at[line, place].set(number, mode="drop")
-    position = chosen[..., None] * block + jnp.arange(block, dtype=jnp.int32)
-    position = position.reshape(groups * rows, blocks * block)
+    block, count = candidates
+    lines, blocks = mask.shape[0] * mask.shape[1], mask.shape[2]
+    chosen = _places_set(mask.reshape(lines, blocks), min(count, blocks))
+    inside = lax.broadcasted_iota(jnp.int32, (*chosen.shape, block), 2)
+    position = (chosen[..., None] * block + inside).reshape(lines, -1)
     live = position < jnp.minimum(visible.reshape(-1, 1), entries)
     return jnp.where(live, position, -1), live.sum(-1, dtype=jnp.int32)
+
+
+def _places_set(mask: Array, count: int) -> Array:
+    """int32 [lines, count]: the first places set in every line, ascending, then the line's length.
+
+    Nothing wider than a bit a place is made of the mask: it is packed into words, and the n-th
+    place is looked up in the running count of the words, then by halving in its word.
+    """
+    lines, length = mask.shape
+    bits = jnp.pad(mask, ((0, 0), (0, -length % 32))).reshape(lines, -1, 4, 8).astype(jnp.uint8)
+    bits = lax.shift_left(bits, lax.broadcasted_iota(jnp.uint8, bits.shape, 3))
+    packed = lax.reduce(bits, jnp.uint8(0), lax.bitwise_or, (3,))
+    words = lax.bitcast_convert_type(packed, jnp.uint32)
+    ends = jnp.cumsum(lax.population_count(words).astype(jnp.int32), axis=-1)
+    number = lax.broadcasted_iota(jnp.int32, (lines, count), 1)
+    most = words.shape[1]
+    first = lax.broadcasted_iota(jnp.int32, (lines, count), 0) * most
+
+    def pick(table: Array, word: Array) -> Array:
+        return jnp.take(table.reshape(-1), first + jnp.clip(word, 0, most - 1), mode="clip")
+
+    word = jnp.zeros_like(number)
+    for step in reversed(range(most.bit_length())):
+        further = word + 2**step
+        passed = (further <= most) & (pick(ends, further - 1) <= number)
+        word = jnp.where(passed, further, word)
+    rest = number - jnp.where(word > 0, pick(ends, word - 1), 0)
+    bits, place = pick(words, word), 32 * word
+    for half in (16, 8, 4, 2, 1):
+        low = lax.population_count(bits & jnp.uint32(2**half - 1)).astype(jnp.int32)
+        above = rest >= low
+        place, rest = place + jnp.where(above, half, 0), rest - jnp.where(above, low, 0)
+        bits = jnp.where(above, bits >> jnp.uint32(half), bits)
+    return jnp.where(number < ends[:, -1:], place, length)
 
 
 def _select(q, weights, values, scales, entries, visible, k, pool):

@@ -30,10 +30,10 @@ def select(
     weights: Float[Array, "g w h"],
     keys: Keys,
     visible: Int32[Array, "g w"],
+    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
     *,
     k: int,
-    block: int | None = None,
-    candidate_blocks: Bool[Array, "g w blocks"] | None = None,
+    candidates: tuple[int, int] | None = None,
     pool: tuple[int, int] | None = None,
 ) -> Int32[Array, "g w k"] | tuple[Int32[Array, "g w k"], Bool[Array, "g w blocks"]]:
     """Top k visible entries of every row; see the package's `select`."""
@@ -47,8 +47,6 @@ def select(
     if not keys.shape[1]:
         nothing = jnp.full((groups, rows, k), -1, jnp.int32)
         return nothing if pool is None else (nothing, jnp.zeros((groups, rows, 0), bool))
-    if candidate_blocks is not None and block is None:
-        raise ValueError("index_topk: candidate_blocks given without block, expected its length")
 
     def split(x: Array) -> Array:
         x = jnp.pad(x, ((0, 0), (0, tiles * tile - rows), *[(0, 0)] * (x.ndim - 2)))
@@ -59,8 +57,8 @@ def select(
         position = lax.broadcasted_iota(jnp.int32, score.shape, score.ndim - 1)
         score = jnp.where(position < args[2][..., None], score, -jnp.inf)
         mask = None if pool is None else candidate_pool(score, args[2], *pool)
-        if candidate_blocks is not None:
-            wide = jnp.repeat(args[3], block or 1, axis=-1)[..., : score.shape[-1]]
+        if candidates is not None and candidate_blocks is not None:
+            wide = jnp.repeat(args[3], candidates[0], axis=-1)[..., : score.shape[-1]]
             score = jnp.where(wide, score, -jnp.inf)
         top = top_ascending(score, k)
         return (top,) if mask is None else (top, mask)

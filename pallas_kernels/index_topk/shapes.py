@@ -1,8 +1,9 @@
 """Named cases of the indexer: small ones for every corner, and the released sizes.
 
 Released: 32 heads of 128 channels, k = 512, MXFP4 keys in pages of 128 entries; the pool is 2,048
-blocks of 8 entries. Decode scores the whole context of every slot. FLOP are those of the dot
-products; bytes are the stored keys, their page entries left out (4 more a key), read once a slot.
+blocks of 8 entries. Decode scores the whole context of every slot, or (`_inside`) the entries of
+its rows' pools. FLOP are those of the dot products; bytes are the stored keys, their page entries
+left out (4 more a key), read once a slot, and the pools' mask.
 """
 
 import functools
@@ -35,6 +36,20 @@ def _pages(rng: np.random.Generator, groups: int, entries: int) -> np.ndarray:
     return index.astype(np.int32)
 
 
+def _chosen(
+    rng: np.random.Generator, sight: np.ndarray, entries: int, candidates: tuple[int, int]
+) -> np.ndarray:
+    """A pool for every row: `count` blocks with visible entries, or all of them, the newest always
+    among them."""
+    block, count = candidates
+    mask = np.zeros((*sight.shape, -(-entries // block)), np.bool_)
+    for place, visible in np.ndenumerate(sight):
+        blocks = -(-int(visible) // block)
+        mask[place][rng.permutation(max(blocks - 1, 0))[: count - 1]] = True
+        mask[place][max(blocks - 1, 0)] = blocks > 0
+    return mask
+
+
 def _build(
     rng: np.random.Generator,
     groups: int,
@@ -45,6 +60,7 @@ def _build(
     dtype: str,
     packed: bool,
     full: bool,
+    candidates: tuple[int, int] | None,
 ) -> tuple[Any, ...]:
     q = rng.standard_normal((groups, rows, heads, width), dtype=np.float32)
     weights = rng.standard_normal((groups, rows, heads), dtype=np.float32) * heads**-0.5
@@ -57,7 +73,9 @@ def _build(
         keys: Any = (values, scales, _pages(rng, groups, entries))
     else:
         keys = rng.standard_normal((groups, entries, width), dtype=np.float32).astype(kind)
-    return q.astype(kind), weights.astype(kind), keys, _sight(rng, groups, rows, entries, full)
+    sight = _sight(rng, groups, rows, entries, full)
+    pools = () if candidates is None else (_chosen(rng, sight, entries, candidates),)
+    return q.astype(kind), weights.astype(kind), keys, sight, *pools
 
 
 def case(
@@ -69,6 +87,7 @@ def case(
     width: int = WIDTH,
     k: int = TOP,
     pool: tuple[int, int] | None = None,
+    candidates: tuple[int, int] | None = None,
     dtype: str = "bfloat16",
     packed: bool = True,
     full: bool = False,
@@ -89,7 +108,10 @@ def case(
             )
         q = shape((groups, rows, heads, width), kind)
         sight = shape((groups, rows), jnp.int32)
-        return q, shape((groups, rows, heads), kind), keys, sight
+        pools = ()
+        if candidates is not None:
+            pools = (shape((groups, rows, -(-entries // candidates[0])), jnp.bool_),)
+        return q, shape((groups, rows, heads), kind), keys, sight, *pools
 
     build = functools.partial(
         _build,
@@ -101,20 +123,28 @@ def case(
         dtype=dtype,
         packed=packed,
         full=full,
+        candidates=candidates,
     )
 
     def small(rng: np.random.Generator) -> tuple[Any, ...]:
         """Values stay random bytes: any of them is a key."""
         sight = _sight(rng, groups, rows, entries, full)
+        pools = () if candidates is None else (_chosen(rng, sight, entries, candidates),)
         if not packed:
-            return None, None, None, sight
+            return None, None, None, sight, *pools
         values = rng.integers(0, 256, (stored, width // 2), dtype=np.uint8)
         scales = rng.integers(124, 129, (stored, width // 32), dtype=np.uint8)
         keys = values, scales.view(ml_dtypes.float8_e8m0fnu), _pages(rng, groups, entries)
-        return None, None, keys, sight
+        return None, None, keys, sight, *pools
 
     key_bytes = width // 2 + width // 32 if packed else width * jnp.dtype(dtype).itemsize
-    options = {"k": k} | ({} if pool is None else {"pool": pool})
+    options: dict[str, Any] = {"k": k} | ({} if pool is None else {"pool": pool})
+    scored, mask_bytes = entries, 0
+    if candidates is not None:
+        options["candidates"] = candidates
+        scored = min(entries, candidates[0] * candidates[1])
+        mask_bytes = groups * rows * -(-entries // candidates[0])
+    read = groups * min(entries, rows * scored) * key_bytes + mask_bytes
     return Case(
         name=name,
         function="select",
@@ -122,8 +152,8 @@ def case(
         shapes=shapes,
         small=small,
         options=tuple(sorted(options.items())),
-        flops=2 * groups * rows * entries * heads * width,
-        bytes=groups * entries * key_bytes + 2 * groups * rows * heads * (width + 1) + 4 * k * rows,
+        flops=2 * groups * rows * scored * heads * width,
+        bytes=read + 2 * groups * rows * heads * (width + 1) + 4 * k * rows,
         tags=frozenset(tags),
         tolerance=0.0 if dtype == "float32" else 2.0**-7,
         declines=declines,
@@ -138,6 +168,8 @@ def _small() -> list[Case]:
         case("fewer_than_k", 3, 1, 70, k=512),
         case("few_heads", 2, 2, 200, heads=8, k=30),
         case("odd_k", 1, 5, 333, k=13, pool=(8, 7)),
+        case("inside_pool", 2, 3, 500, k=60, candidates=(8, 20)),
+        case("inside_short_pool", 3, 1, 300, k=64, candidates=(8, 5)),
         case("array", 2, 3, 90, k=20, packed=False, declines=array),
         case(
             "float32",
@@ -164,6 +196,8 @@ def _released() -> list[Case]:
         case("decode_128x1_16k", 128, 1, 16384, **full),
         case("decode_1x1_1m", 1, 1, 1 << 20, pool=(8, 2048), **full),
         case("prefill_2048_16k", 1, 2048, 16384, pool=(8, 2048), **full),
+        case("decode_128x1_128k_inside", 128, 1, 131072, candidates=(8, 2048), **full),
+        case("prefill_2048_128k_inside", 1, 2048, 131072, candidates=(8, 2048), **full),
     ]
 
 

@@ -1,5 +1,6 @@
 """index_topk: the reference against numpy, the kernels against the reference."""
 
+import functools
 from types import SimpleNamespace
 
 import jax
@@ -10,11 +11,13 @@ import pytest
 
 from pallas_kernels import target
 from pallas_kernels.cases import tagged
-from pallas_kernels.index_topk import IMPLEMENTATIONS, select
+from pallas_kernels.index_topk import IMPLEMENTATIONS, hopper, select
 from pallas_kernels.index_topk.reference import scores
 from pallas_kernels.index_topk.shapes import CASES, case
 from pallas_kernels.mla_attention.reference import unpack
 from tests.pallas import emulate
+
+INSIDE = tuple(c for c in tagged(CASES, "test") if "candidates" in c.keywords())
 
 
 def draw(seed, g=2, w=3, h=4, d=32, t=50, dtype=jnp.float32):
@@ -58,6 +61,23 @@ def pool_oracle(score, visible, block, count):
         for b in np.argsort(-best, kind="stable")[:count]:
             mask[i, j, b] = best[b] > -np.inf
     return mask
+
+
+def traced_sizes(function, *args):
+    """(bytes, bytes an element) of every array made inside a traced function."""
+
+    def walk(jaxpr):
+        for eqn in jaxpr.eqns:
+            for leaf in eqn.outvars:
+                yield leaf.aval.size * leaf.aval.dtype.itemsize, leaf.aval.dtype.itemsize
+            if "core_map" in eqn.primitive.name or "kernel" in eqn.primitive.name:
+                continue
+            for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from walk(inner)
+
+    return list(walk(jax.make_jaxpr(function)(*args).jaxpr))
 
 
 def integers(seed, **shape):
@@ -152,15 +172,59 @@ def test_candidate_pool(t, block, count):
     np.testing.assert_array_equal(out, oracle(score, np.asarray(visible), 6))
     want = pool_oracle(score, np.asarray(visible), block, count)
     np.testing.assert_array_equal(mask, want)
-    other = select(q, -weights, keys, visible, k=6, block=block, candidate_blocks=mask)
+    other = select(q, -weights, keys, visible, mask, k=6, candidates=(block, count))
     allowed = np.repeat(want, block, -1)[..., :t]
     np.testing.assert_array_equal(other, oracle(-score, np.asarray(visible), 6, allowed))
 
 
-def test_candidate_blocks_needs_block():
-    q, weights, keys, visible = draw(7)
-    with pytest.raises(ValueError, match="candidate_blocks given without block"):
-        select(q, weights, keys, visible, k=2, candidate_blocks=jnp.ones((2, 3, 7), bool))
+def test_candidate_blocks_need_their_size():
+    with pytest.raises(ValueError, match="candidate_blocks given without candidates"):
+        select(*draw(7), jnp.ones((2, 3, 7), bool), k=2)
+
+
+@pytest.mark.parametrize(("length", "count"), [(1, 1), (31, 4), (64, 40), (96, 96), (333, 50)])
+def test_places_set_are_listed_in_order(length, count):
+    rng = np.random.default_rng(length)
+    mask = np.zeros((9, length), bool)
+    for line, most in enumerate((0, 1, 2, count, count, count, count, length, length)):
+        mask[line, rng.permutation(length)[:most]] = True
+    mask[5] = np.arange(length) < count
+    mask[6] = np.arange(length) >= length - count
+    found = np.asarray(jax.jit(lambda m: hopper._places_set(m, count))(mask))
+    for line, got in zip(mask, found, strict=True):
+        want = np.flatnonzero(line)[:count]
+        np.testing.assert_array_equal(
+            got, np.pad(want, (0, count - len(want)), constant_values=length)
+        )
+
+
+@pytest.mark.parametrize("case", INSIDE, ids=lambda case: case.name)
+def test_selection_inside_the_pool_by_the_kernel_with_its_launches_replaced(case, monkeypatch):
+    """What surrounds the launches: the list of the pools' entries and the way back."""
+
+    def launches(q, weights, values, scales, entries, visible, k, pool):
+        assert entries.shape[1] <= np.prod(case.keywords()["candidates"])
+        return select(q, weights, (values, scales, entries), visible, k=k, pool=pool)
+
+    monkeypatch.setattr(hopper, "_select", launches)
+    args = case.build(np.random.default_rng())
+    kernel, plain = (
+        jax.jit(lambda *a, run=run: run(*a, **case.keywords())) for run in (hopper.select, select)
+    )
+    np.testing.assert_array_equal(kernel(*args), plain(*args))
+
+
+def test_selection_inside_the_pool_takes_memory_for_the_pool():
+    """No array is larger than the mask or the pools' entries, however long the context is."""
+    candidates, rows, sizes = (8, 2048), 4096, {}
+    for entries in (1 << 17, 1 << 20):
+        long = case("long", 1, rows, entries, candidates=candidates)
+        mask = long.abstract()[4]
+        found = traced_sizes(functools.partial(hopper.select, **long.keywords()), *long.abstract())
+        bytes_, wide = (max(x for x, y in found if (y == 1) == one) for one in (True, False))
+        assert bytes_ <= mask.size
+        sizes[entries] = wide
+    assert sizes[1 << 17] == sizes[1 << 20] <= 4 * rows * np.prod(candidates)
 
 
 @pytest.mark.parametrize(
@@ -193,16 +257,24 @@ def test_unknown_implementation():
         select(*draw(9), k=2, implementation="fast")
 
 
-def scored(args):
-    """Scores of the reference, float64, with entries that are not visible at -inf."""
-    q, weights, keys, visible = args
+def scored(args, block=None):
+    """Scores of the reference, float64, with entries that cannot be chosen at -inf. block: entries a
+    block of the mask that is the fifth argument."""
+    q, weights, keys, visible, *pools = args
     if isinstance(keys, tuple):
         table = np.asarray(unpack(tuple(jnp.asarray(x) for x in keys[:2]), jnp.float32))
         keys = table[np.asarray(keys[2])].astype(q.dtype)
     found = jax.jit(scores)(jnp.asarray(q), jnp.asarray(weights), jnp.asarray(keys))
     found = np.array(found, np.float64)
     found[np.arange(found.shape[-1]) >= np.asarray(visible)[..., None]] = -np.inf
+    for mask in pools:
+        found[~np.repeat(np.asarray(mask), block, -1)[..., : found.shape[-1]]] = -np.inf
     return found
+
+
+def block_of(case):
+    """Entries a block of a case's mask, if it has one."""
+    return case.keywords().get("candidates", ())[:1]
 
 
 def check_selection(out, score, k, tolerance):
@@ -224,7 +296,8 @@ def test_reference_on_every_small_shape(case):
     run = jax.jit(lambda *a: select(*a, implementation="reference", **case.keywords()))
     out = run(*args)
     out = out[0] if "pool" in case.keywords() else out
-    check_selection(np.asarray(out), scored(args), case.keywords()["k"], case.tolerance)
+    score = scored(args, *block_of(case))
+    check_selection(np.asarray(out), score, case.keywords()["k"], case.tolerance)
 
 
 @pytest.mark.gpu
@@ -241,7 +314,7 @@ def test_kernels_on_every_small_shape(case, kind):
         return
     out, again = run(*args), run(*args)
     jax.tree.map(np.testing.assert_array_equal, out, again)
-    score = scored(args)
+    score = scored(args, *block_of(case))
     if "pool" in case.keywords():
         block, count = case.keywords()["pool"]
         want = pool_oracle(score, np.asarray(args[3]), block, count)

@@ -19,7 +19,7 @@ from pallas_kernels.cases import tagged
 from pallas_kernels.row_matmul import hopper
 from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
 from pallas_kernels.row_matmul.shapes import RELEASED, WO_A
-from tests.pallas.test_index_topk import check_selection, scored
+from tests.pallas.test_index_topk import block_of, check_selection, scored
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ def test_sinkhorn(op, case):
 
 @pytest.mark.parametrize(("op", "case"), released("index_topk"))
 def test_index_topk(op, case):
-    q, weights, (values, scales, entries), visible = args = fresh(case)
+    q, weights, (values, scales, entries), visible, *pools = args = fresh(case)
     got = twice(compiled(op, case), args)
     got = got[0] if "pool" in case.keywords() else got
     groups = np.unique([0, len(got) // 2, len(got) - 1])
@@ -140,7 +140,8 @@ def test_index_topk(op, case):
         scales[entry.ravel()],
         np.arange(entry.size).reshape(entry.shape),
     )
-    score = scored((q[some], weights[some], keys, visible[some]))
+    part = (q[some], weights[some], keys, visible[some], *(mask[some] for mask in pools))
+    score = scored(part, *block_of(case))
     check_selection(got[some], score, case.keywords()["k"], case.tolerance)
 
 
