@@ -74,6 +74,33 @@ def decode_e2m1(packed: UInt8[Array, "*rows half"]) -> Float[Array, "*rows cols"
     return jax.lax.bitcast_convert_type(bits | sign, jnp.float32)
 
 
+def check_scales(
+    values: Shaped[Array, "*lead rows stored"], scales: Shaped[Array, "*lead rb cb"] | None
+) -> None:
+    """Every product with a stored weight begins with this: a kernel finds a scale by the weight's
+    shape alone, so with scales of another shape it would read others, or past the last.
+
+    Raises:
+        ValueError: scales that are missing, not wanted, or not of the shape that `values` implies.
+    """
+    if values.dtype not in (jnp.uint8, jnp.float8_e4m3fn):
+        if scales is not None:
+            raise ValueError(f"scales: {values.dtype} weights carry none, got {scales.shape}")
+        return
+    *lead, rows, stored = values.shape
+    if values.dtype == jnp.uint8:
+        kind, per = "MXFP4", "for 32 columns of a row"
+        expected = (*lead, rows, -(-2 * stored // GROUP))
+    else:
+        kind, per = "e4m3", "for a 32 x 32 block"
+        expected = (*lead, -(-rows // GROUP), -(-stored // GROUP))
+    if scales is None or scales.shape != expected:
+        raise ValueError(
+            f"scales: {kind} weights need one e8m0 scale {per}: expected shape {expected} for "
+            f"values {values.shape}, got {None if scales is None else scales.shape}"
+        )
+
+
 def dequantise_rows(
     packed: UInt8[Array, "*rows half"], scales: Shaped[Array, "*rows groups"]
 ) -> Float[Array, "*rows cols"]:
@@ -87,13 +114,8 @@ def dequantise_blocks(
     values: Shaped[Array, "*lead rows cols"], scales: Shaped[Array, "*lead rb cb"]
 ) -> Float[Array, "*lead rows cols"]:
     """e4m3 with one e8m0 scale for a 32 x 32 block -> float32; the last blocks may be partial."""
+    check_scales(values, scales)
     rows, cols = values.shape[-2:]
-    expected = (-(-rows // GROUP), -(-cols // GROUP))
-    if scales.shape[-2:] != expected:
-        raise ValueError(
-            f"scales: expected {expected} blocks of 32 x 32 for {rows} x {cols} values, "
-            f"got {scales.shape[-2:]}"
-        )
     spread = jnp.repeat(scale_bytes(scales), GROUP, axis=-2)[..., :rows, :]
     spread = jnp.repeat(spread, GROUP, axis=-1)[..., :cols]
     return apply_e8m0(values.astype(jnp.float32), spread)
@@ -103,20 +125,17 @@ def dequantise(
     values: Shaped[Array, "*lead rows stored"], scales: Shaped[Array, "*lead rb cb"] | None
 ) -> Float[Array, "*lead rows cols"]:
     """A stored weight in float32: uint8 is MXFP4, e4m3 has 32 x 32 blocks, anything else has no
-    scales."""
+    scales.
+
+    Raises:
+        ValueError: as check_scales.
+    """
+    check_scales(values, scales)
+    if scales is None:
+        return values.astype(jnp.float32)
     if values.dtype == jnp.uint8:
-        if scales is None:
-            raise ValueError("scales: MXFP4 weights need one e8m0 scale for 32 columns, got None")
         return dequantise_rows(values, scales)
-    if values.dtype == jnp.float8_e4m3fn:
-        if scales is None:
-            raise ValueError(
-                "scales: e4m3 weights need one e8m0 scale for a 32 x 32 block, got None"
-            )
-        return dequantise_blocks(values, scales)
-    if scales is not None:
-        raise ValueError(f"scales: {values.dtype} weights carry none")
-    return values.astype(jnp.float32)
+    return dequantise_blocks(values, scales)
 
 
 def pow2ceil(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:

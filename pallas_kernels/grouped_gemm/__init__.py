@@ -16,7 +16,7 @@ smallest values of a row round once more than the released code has them.
 
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels import Implementation, call
+from pallas_kernels import Implementation, call, formats
 
 IMPLEMENTATIONS = (
     Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
@@ -55,8 +55,10 @@ def gate_up(
         h in x's dtype.
 
     Raises:
+        ValueError: scales of another shape than the weight needs.
         NotImplementedError: the named implementation declines this case.
     """
+    formats.check_scales(values, scales)
     args = (x, values, scales, group_sizes, route_weight)
     return call(
         "grouped_gemm",
@@ -81,8 +83,10 @@ def down(
     gate_up.
 
     Raises:
+        ValueError: scales of another shape than the weight needs.
         NotImplementedError: the named implementation declines this case.
     """
+    formats.check_scales(values, scales)
     args = (h, values, scales, group_sizes)
     return call(
         "grouped_gemm", "down", IMPLEMENTATIONS, implementation, args, dict(act_quant=act_quant)

@@ -9,7 +9,7 @@ every count (V4.1 report 3.4 asks the same of its kernels).
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
-from pallas_kernels import Implementation, call
+from pallas_kernels import Implementation, call, formats
 
 IMPLEMENTATIONS = (
     Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
@@ -38,8 +38,10 @@ def matmul(
         invariant: one summation order for every number of rows.
 
     Raises:
+        ValueError: scales of another shape than the weight needs.
         NotImplementedError: the named implementation declines this case.
     """
+    formats.check_scales(w, scales)
     return call(
         "row_matmul",
         "matmul",
@@ -66,8 +68,10 @@ def matmul_groups(
             as for `matmul`.
 
     Raises:
+        ValueError: scales of another shape than the weight needs.
         NotImplementedError: the named implementation declines this case.
     """
+    formats.check_scales(w, scales)
     return call(
         "row_matmul",
         "matmul_groups",

@@ -61,8 +61,7 @@ def _stored(w: Array, scales: Array | None) -> tuple[str, Array, Array]:
     """(kind of weight, its numbers, its scale bytes)."""
     if w.dtype != jnp.float8_e4m3fn:
         return "bf16", w, jnp.zeros((128,), jnp.uint8)
-    if scales is None:
-        raise ValueError("scales: e4m3 weights need e8m0 scales of 32 x 32 blocks")
+    assert scales is not None  # formats.check_scales
     # A last weight tile that is not full still looks up the scales of its missing rows.
     flat = jnp.pad(formats.scale_bytes(scales), ((0, 4), (0, 0))).reshape(-1)
     return "fp8", w.view(jnp.uint8), flat

@@ -132,6 +132,20 @@ def test_row_bits_do_not_depend_on_other_rows(function, dtype):
         )
 
 
+@pytest.mark.parametrize("implementation", [i.name for i in grouped_gemm.IMPLEMENTATIONS])
+@pytest.mark.parametrize(("kind", "scale"), [("fp8", (2, 4)), ("fp4", (256, 4)), ("bf16", (8, 16))])
+@pytest.mark.parametrize("function", ["gate_up", "down"])
+def test_scales_of_another_shape_are_refused(function, kind, scale, implementation):
+    case = shapes.case("x", function, 3, 512, 256, 20, kind)
+    x, values, _, *rest = case.abstract()
+    wrong = jax.ShapeDtypeStruct((*values.shape[:-2], *scale), jnp.float8_e8m0fnu)
+    call = functools.partial(
+        getattr(grouped_gemm, function), implementation=implementation, **case.keywords()
+    )
+    with pytest.raises(ValueError, match=r"scales: .* weights .*, got \(3"):
+        jax.eval_shape(call, x, values, wrong, *rest)
+
+
 def test_large_stack_has_the_bits_of_a_small_one(monkeypatch):
     from pallas_kernels.grouped_gemm import xla
 
@@ -296,6 +310,7 @@ class TestFormats:
             (np.zeros((4, 32), ml_dtypes.float8_e4m3fn), None, "e4m3 weights need"),
             (np.zeros((4, 32), np.float32), np.zeros((1, 1), np.uint8), "carry none"),
             (np.zeros((64, 32), ml_dtypes.float8_e4m3fn), np.zeros((1, 1), np.uint8), "expected"),
+            (np.zeros((4, 64), np.uint8), np.zeros((4, 1), np.uint8), r"expected shape \(4, 4\)"),
         ],
     )
     def test_wrong_scales_are_named(self, values, scales, message):

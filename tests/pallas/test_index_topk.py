@@ -258,8 +258,10 @@ def test_unknown_implementation():
 
 
 def scored(args, block=None):
-    """Scores of the reference, float64, with entries that cannot be chosen at -inf. block: entries a
-    block of the mask that is the fifth argument."""
+    """Scores of the reference, float64, with entries that cannot be chosen at -inf.
+
+    block: entries a block of the mask that is the fifth argument.
+    """
     q, weights, keys, visible, *pools = args
     if isinstance(keys, tuple):
         table = np.asarray(unpack(tuple(jnp.asarray(x) for x in keys[:2]), jnp.float32))

@@ -128,6 +128,24 @@ def test_parts_of_k_depend_on_the_weight_alone():
     assert "rows" not in inspect.signature(hopper.parts_of_k).parameters
 
 
+@pytest.mark.parametrize("implementation", [i.name for i in row_matmul.IMPLEMENTATIONS])
+@pytest.mark.parametrize("function", ["matmul", "matmul_groups"])
+def test_scales_of_another_block_are_refused_by_every_implementation(function, implementation):
+    """A kernel takes the place of a scale from the weight's shape."""
+    lead = (8,) if function == "matmul" else (8, 2)
+    x = jax.ShapeDtypeStruct((*lead, 512), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((256, 512), jnp.float8_e4m3fn)
+    coarse = jax.ShapeDtypeStruct((2, 4), jnp.float8_e8m0fnu)
+    call = functools.partial(
+        getattr(row_matmul, function), out_dtype=jnp.float32, implementation=implementation
+    )
+    with pytest.raises(
+        ValueError,
+        match=r"expected shape \(8, 16\) for values \(256, 512\), got \(2, 4\)",
+    ):
+        jax.eval_shape(call, x, w, coarse)
+
+
 def test_scales_may_be_bytes():
     x, w, scales = inputs(3, 64, 64, "fp8", BF16)
     typed = row_matmul.matmul(
