@@ -22,8 +22,16 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-OPERATIONS = ("mla_attention", "grouped_gemm", "index_topk", "row_matmul", "sinkhorn")
-NAMES = ("auto", "reference", "xla", "hopper", "hopper_fp8", "blackwell")
+NAMES = {
+    "mla_attention": ("blackwell", "hopper", "reference"),
+    "grouped_gemm": ("hopper", "hopper_fp8", "blackwell", "xla", "reference"),
+    "index_topk": ("hopper", "reference"),
+    "row_matmul": ("hopper", "blackwell", "xla", "reference"),
+    "sinkhorn": ("hopper", "reference"),
+}
+"""Operation -> names of its implementations, as its IMPLEMENTATIONS has them: a wrong name is told
+before a kernel, or a weight, is loaded."""
+OPERATIONS = tuple(NAMES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +50,10 @@ class Kernels(Mapping[str, str]):
                 raise ValueError(
                     f"kernels: no operation {op!r}; expected one of {', '.join(OPERATIONS)}"
                 )
-            if name not in NAMES:
+            if name != "auto" and name not in NAMES[op]:
                 raise ValueError(
-                    f"kernels.{op}: no implementation {name!r}; expected one of {', '.join(NAMES)}"
+                    f"kernels.{op}: no implementation {name!r}; expected one of "
+                    f"{', '.join(('auto', *NAMES[op]))}"
                 )
         object.__setattr__(self, "named", tuple(sorted(self.named)))
 
@@ -58,13 +67,20 @@ class Kernels(Mapping[str, str]):
         """ "auto", one name for every operation, {"op": "name"}, or that mapping as JSON.
 
         Raises:
-            ValueError: unknown operation or implementation.
+            ValueError: an unknown operation, a name that the operation has no implementation of, or
+                text that begins like JSON and is none.
         """
         if isinstance(value, Kernels):
             return value
         if isinstance(value, str):
             if value.lstrip().startswith("{"):
-                return cls.parse(json.loads(value))
+                try:
+                    return cls.parse(json.loads(value))
+                except json.JSONDecodeError as error:
+                    raise ValueError(
+                        f"kernels: {value!r} is not JSON ({error}); "
+                        'expected {"operation": "implementation", ...}'
+                    ) from None
             return cls() if value == "auto" else cls(tuple((op, value) for op in OPERATIONS))
         return cls(tuple(value.items()))
 
@@ -85,7 +101,7 @@ class Implementation:
     """One way to compute an operation.
 
     Attributes:
-        name: one of NAMES without "auto".
+        name: one of the operation's NAMES.
         module: where its functions live, imported when first tried.
         platforms: jax platform names it runs on; empty means any.
         capability: least CUDA compute capability; None means any.

@@ -126,11 +126,12 @@ def load(
     that this project tests (`platform.prepared`). Raises PlatformError, CheckpointError (one line a
     finding) or ValueError before any weight is read.
     """
+    named = Kernels.parse(kernels)
     used = None if devices is None else groups.checked(devices, layout or Layout.single())
     chosen = Numerics.preset(numerics) if isinstance(numerics, str) else numerics
     layout = platform.prepared(layout, used)
     found = checkpoint.read(path, layout, used)
-    setup = Setup(found.cfg, layout or Layout.single(), Kernels.parse(kernels), chosen)
+    setup = Setup(found.cfg, layout or Layout.single(), named, chosen)
     weights = found.weights
     if found.token_map is not None:
         weights = dataclasses.replace(

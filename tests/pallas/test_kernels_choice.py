@@ -1,5 +1,7 @@
 """Which implementation a call takes, and how that is reported."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -42,12 +44,23 @@ def test_parse_takes_one_name_a_mapping_json_and_itself():
     [
         ({"gemm": "xla"}, "no operation 'gemm'"),
         ({"row_matmul": "cuda"}, "kernels.row_matmul: no implementation 'cuda'"),
-        ("fast", "fast"),
+        ({"mla_attention": "xla"}, "no implementation 'xla'; expected one of auto, blackwell, h"),
+        ("fast", "kernels.mla_attention: no implementation 'fast'"),
+        ("xla", "kernels.mla_attention: no implementation 'xla'"),
+        ("blackwell", "kernels.index_topk: no implementation 'blackwell'; expected one of auto, "),
+        ("hopper_fp8", "kernels.mla_attention: no implementation 'hopper_fp8'"),
+        ('{"row_matmul": xla}', 'is not JSON .*; expected {"operation": "implementation", ...}$'),
     ],
 )
 def test_mistakes_name_both_sides(value, message):
     with pytest.raises(ValueError, match=message):
         Kernels.parse(value)
+
+
+def test_names_are_those_of_the_implementations():
+    for op, names in pallas_kernels.NAMES.items():
+        package = importlib.import_module(f"pallas_kernels.{op}")
+        assert tuple(i.name for i in package.IMPLEMENTATIONS) == names
 
 
 def test_choice_on_this_platform():

@@ -109,6 +109,15 @@ def test_load_probes_an_untested_device_once(untested: list[str]) -> None:
     assert untested == [check.name for check in probes.CHECKS]
 
 
+@pytest.mark.parametrize("kernels", ["xla", "hopper_fp8", {"index_topk": "blackwell"}, "{broken"])
+def test_load_refuses_kernels_before_it_looks_for_weights(
+    untested: list[str], kernels: str | dict[str, str]
+) -> None:
+    with pytest.raises(ValueError, match="^kernels[.:]"):
+        dj.load("nowhere", kernels=kernels)
+    assert not untested
+
+
 def test_llm_refuses_a_device_before_it_looks_for_weights(
     untested: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
