@@ -29,7 +29,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.spec import MX_GROUP, Leaf, Param
 
 PAGE = 128  # tokens
-NGRAM_RING = 16
+NGRAM_RING = 16  # slots of a ring at least
 OPEN_RING = 8
 
 
@@ -40,7 +40,7 @@ class Cache:
 
     window: one a layer; draft: one a stage; entries, keys, open: one a KV source (open is None at
     ratio 1).
-    classes: n-gram classes of the last tokens, int32 [slots, 16], None without Engram.
+    classes: n-gram classes of the last tokens, int32 [slots, ring], None without Engram.
     Rows are stored as `quant.py` says: an array, or (values, scales).
     """
 
@@ -58,12 +58,28 @@ def ring_size(cfg: ModelConfig) -> int:
     return cfg.replay_keep
 
 
+def open_size(cfg: ModelConfig) -> int:
+    """Slots of a ring of open groups (8 for the released model)."""
+    return _small(cfg, lookback=1, least=OPEN_RING)
+
+
+def ngram_size(cfg: ModelConfig) -> int:
+    """Slots of the ring of n-gram classes (16 for the released model)."""
+    return _small(cfg, lookback=cfg.engram_max_ngram_size - 1, least=NGRAM_RING)
+
+
+def _small(cfg: ModelConfig, lookback: int, least: int) -> int:
+    """Slots such that a rejected block has overwritten nothing that the row after its first one
+    looks back on: a block and the look-back, rounded up to 8."""
+    return max(least, -(-(cfg.dspark_block_size + lookback) // 8) * 8)
+
+
 def abstract(
     cfg: ModelConfig, numerics: Numerics, *, slots: int, pages: int, ring: int | None = None
 ) -> Cache:
     """The declared arrays of a cache; `ring` 0 leaves out all history between calls."""
     ring = ring_size(cfg) if ring is None else ring
-    small = min(ring, OPEN_RING)
+    groups, classes = (open_size(cfg), ngram_size(cfg)) if ring else (0, 0)
 
     def window() -> Any:
         lead, axes = (slots, ring), ("slots", None)
@@ -89,12 +105,12 @@ def abstract(
             paged(source, cfg.index_head_dim, "float8_e8m0fnu", MX_GROUP) for source in sources
         ),
         open=tuple(
-            Param((slots, small, 2, cfg.head_dim), "float32", ("slots", None, None, None), "zeros")
+            Param((slots, groups, 2, cfg.head_dim), "float32", ("slots", None, None, None), "zeros")
             if cfg.compress_ratios[source] > 1
             else None
             for source in sources
         ),
-        classes=Param((slots, min(ring, NGRAM_RING)), "int32", ("slots", None), "zeros")
+        classes=Param((slots, classes), "int32", ("slots", None), "zeros")
         if cfg.engram_layer_ids
         else None,
     )

@@ -300,4 +300,6 @@ def test_ring_bytes(released):
     declared = cache.abstract(released, Numerics.preset("reference"), slots=1, pages=1)
     ring = cache.ring_size(released)
     assert ring == 136 and len(declared.window) == 40 and len(declared.draft) == 3
+    assert declared.classes.shape == (1, 16)
+    assert [leaf and leaf.shape for leaf in declared.open] == [(1, 8, 2, 512)] * 3 + [None]
     assert sum(leaf.nbytes for leaf in jax.tree.leaves(declared.window)) == 40 * ring * 528

@@ -23,6 +23,7 @@ from deepinfer_jax.model import rows as row_lists
 from tests.runtime import small_model
 from tests.runtime.small_model import BLOCK, WINDOW
 
+BLOCKS = (BLOCK, 8, 16)  # two beyond the least size of the open groups' and of the classes' rings
 CFG = ModelConfig.from_hf(small_model.CONFIG)
 SLOTS, CHUNK, LONGEST = 2, 40, 300
 PER_SLOT = -(-LONGEST // caches.PAGE)
@@ -111,22 +112,25 @@ def _expected(name, history, position):
     return [history[at] if at >= 0 else -1 for at in where]
 
 
-STEP = st.lists(
-    st.tuples(st.integers(0, BLOCK), st.integers(0, BLOCK)), min_size=SLOTS, max_size=SLOTS
-)
+def _steps(block):
+    """Drafts of each slot, and how many of them stand."""
+    slot = st.tuples(st.integers(0, block), st.integers(0, block))
+    return st.lists(st.lists(slot, min_size=SLOTS, max_size=SLOTS), min_size=1, max_size=25)
 
 
+@pytest.mark.parametrize("block", BLOCKS)
 @pytest.mark.parametrize("ragged", [False, True])
 @settings(deadline=None, max_examples=40)
 @given(
     prompts=st.lists(st.integers(1, 180), min_size=SLOTS, max_size=SLOTS),
-    steps=st.lists(STEP, min_size=1, max_size=25),
+    data=st.data(),
     order=st.permutations(range(SLOTS * PER_SLOT)),
 )
-def test_every_row_reads_what_was_accepted(ragged, prompts, steps, order):
-    """ragged: a slot may also sit a step out."""
+def test_every_row_reads_what_was_accepted(ragged, block, prompts, data, order):
+    """ragged: a slot may also sit a step out; block: drafts of a step at most."""
     numerics = small_model.numerics()
-    cache = caches.empty(CFG, numerics, slots=SLOTS, pages=SLOTS * PER_SLOT)
+    cfg = dataclasses.replace(CFG, dspark_block_size=block)
+    cache = caches.empty(cfg, numerics, slots=SLOTS, pages=SLOTS * PER_SLOT)
     pages = np.array(order, np.int32).reshape(SLOTS, PER_SLOT)
     numbers, history = itertools.count(1), [[] for _ in range(SLOTS)]
 
@@ -149,10 +153,12 @@ def test_every_row_reads_what_was_accepted(ragged, prompts, steps, order):
     while any(len(one) < length for one, length in zip(history, prompts, strict=True)):
         counts = [min(CHUNK, n - len(one)) for one, n in zip(history, prompts, strict=True)]
         call(CHUNK, counts, counts, dense=True)
-    for step in steps:
+    for step in data.draw(_steps(block)):
+        if max(map(len, history)) + 1 + block > LONGEST:
+            break
         counts = [1 + drafts if drafts or not ragged else 0 for drafts, _ in step]
         stood = [min(n, 1 + stands) for n, (_, stands) in zip(counts, step, strict=True)]
-        call(1 + BLOCK, counts, stood, dense=False)
+        call(1 + block, counts, stood, dense=False)
         ring = np.asarray(cache.draft[0])[..., 0]
         for slot, one in enumerate(history):
             recent = range(max(len(one) - WINDOW, 0), len(one))
