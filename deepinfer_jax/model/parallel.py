@@ -26,6 +26,7 @@ from jax import lax
 from jax.experimental.compute_on import compute_on
 from jaxtyping import Array, Bool, Float, Int, Int32, Shaped
 
+from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.spec import Param, path_name
 
@@ -50,8 +51,8 @@ def placed(declared: Any, layout: Layout) -> Any:
     return jax.tree_util.tree_map_with_path(leaf, declared)
 
 
-def check(layout: Layout, phase: str | None = None) -> None:
-    """Raises ValueError for a layout that this model does not implement, naming both rules."""
+def check(layout: Layout, cfg: ModelConfig, phase: str | None = None) -> None:
+    """Raises ValueError for a layout that this model does not implement, naming both sides."""
 
     def rule(logical: str) -> tuple[str, ...]:
         return layout.mesh_axes(logical, phase)
@@ -76,6 +77,11 @@ def check(layout: Layout, phase: str | None = None) -> None:
     for logical in ("heads", "ffn"):
         if clash := set(rule(logical)) & set(rows):
             raise ValueError(f"{where}: {logical} and rows both on mesh axis {sorted(clash)}")
+    if cfg.o_groups % layout.ways("o_group"):
+        raise ValueError(
+            f"{where}: o_group -> {rule('o_group')} of {layout.ways('o_group')} shards; expected a "
+            f"divisor of o_groups = {cfg.o_groups}, a group's heads stay together"
+        )
     if clash := set(rule("ffn")) & set(rule("expert")):
         raise ValueError(f"{where}: ffn and expert both on mesh axis {sorted(clash)}")
 

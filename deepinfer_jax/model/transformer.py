@@ -198,7 +198,7 @@ def _over_sequences(
     lengths: Int32[Array, " batch"],
 ) -> Any:
     """`local` over each shard's sequences; empty ones pad the batch, empty places the length."""
-    parallel.check(setup.layout, setup.phase)
+    parallel.check(setup.layout, setup.cfg, setup.phase)
     batch = tokens.shape[0]
     more = -batch % setup.layout.ways("slots", setup.phase)
     longer = -tokens.shape[1] % context.multiple(setup.layout, setup.phase)

@@ -43,7 +43,11 @@ class Program(NamedTuple):
 
 
 def parameters(cfg: ModelConfig, layout: Layout) -> dict[str, Param]:
-    """Path -> declaration of every text parameter as it lies on the layout's devices."""
+    """Path -> declaration of every text parameter as it lies on the layout's devices.
+
+    Raises ValueError for a layout that the model does not implement.
+    """
+    parallel.check(layout, cfg)
     return spec.flatten(_weights(cfg, layout))
 
 
@@ -72,7 +76,7 @@ def decode(
     tokens that a step gives a sequence, for tokens a second.
     """
     setup = Setup(cfg, layout, numerics=numerics, phase="decode")
-    parallel.check(layout, "decode")
+    parallel.check(layout, cfg, "decode")
     width = 1 + (cfg.dspark_block_size if cfg.has_draft else 0)
     weights = _weights(cfg, layout)
     held = -(-context // PAGE)
@@ -124,7 +128,7 @@ def prefill(
 ) -> Program:
     """Whole prompts of ``context`` tokens, ``batch`` of them at once on all devices together."""
     setup = Setup(cfg, layout, numerics=numerics, phase="prefill")
-    parallel.check(layout, "prefill")
+    parallel.check(layout, cfg, "prefill")
     weights = _weights(cfg, layout)
     held = -(-context // PAGE)
     cache = caches.abstract(cfg, numerics, slots=batch, pages=batch * held)

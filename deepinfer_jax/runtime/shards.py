@@ -42,7 +42,7 @@ def check(layout: Layout, cfg: ModelConfig, widths: tuple[int, ...]) -> None:
     widths: of the prefill rectangles, which context parallelism cuts.
     """
     for phase in ("prefill", "decode"):
-        parallel.check(layout, phase)
+        parallel.check(layout, cfg, phase)
     parallel.specs(parallel.placed(transformer.abstract(cfg), layout), layout)
     rows = layout.mesh_axes("rows", "prefill")
     slots = layout.mesh_axes("slots")

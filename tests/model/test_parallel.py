@@ -8,10 +8,15 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
-from deepinfer_jax.model import parallel
+from deepinfer_jax.model import parallel, transformer
+from deepinfer_jax.model.setup import Setup
+from deepinfer_jax.runtime import priced, shards
 from deepinfer_jax.spec import Param
+from tests.lab import small_model
 
+IDS = jnp.ones((8, 64), jnp.int32)
 LAYOUTS = {
     "single": Layout.single(),
     "rows_whole": Layout("a", (("tensor", 8),), (("vocab", ("tensor",)),)),
@@ -92,4 +97,30 @@ def test_total_and_whole():
 def test_layouts_the_model_does_not_implement(rules, message):
     under = Layout("odd", (("a", 2), ("b", 4)), tuple((k, (v,)) for k, v in rules.items()))
     with pytest.raises(ValueError, match=f"layout 'odd': {message}"):
-        parallel.check(under)
+        parallel.check(under, small_model.config())
+
+
+SPLIT = (("heads", ("tensor",)), ("o_group", ("tensor",)))
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda under, cfg: shards.check(under, cfg, (32,)),
+        lambda under, cfg: priced.parameters(cfg, under),
+        lambda under, cfg: priced.decode(cfg, under, Numerics(), batch=8, context=64),
+        lambda under, cfg: priced.prefill(cfg, under, Numerics(), batch=8, context=64),
+        lambda under, cfg: transformer.forward(
+            Setup(cfg, under), transformer.abstract(cfg), IDS, IDS[:, 0]
+        ),
+    ],
+    ids=["engine", "show", "priced decode", "priced prefill", "forward"],
+)
+def test_heads_split_finer_than_output_groups(use):
+    """Heads and the rows of every matrix divide; the heads of a group are on two shards."""
+    cfg = small_model.config(num_attention_heads=16, o_groups=4, o_lora_rank=64)
+    parallel.specs(transformer.abstract(cfg), Layout("split", (("tensor", 8),), SPLIT))
+    message = r"'split': o_group -> \('tensor',\) of 8 shards; expected a divisor of o_groups = 4"
+    with pytest.raises(ValueError, match=message):
+        use(Layout("split", (("tensor", 8),), SPLIT), cfg)
+    parallel.check(Layout("split", (("tensor", 4),), SPLIT), cfg)
