@@ -274,8 +274,6 @@ def _decode(
         known=np.full(many, rows.start, np.int32),
         forced=np.full((many, reach(options.block)), -1, np.int32),
         routes=routes,
-        params=sampling_state.neutral(many),
-        limit=np.full(many, FOREVER, np.int32),
     )
     again = drawn.tokens(cfg, rng, (many, 1 + options.block))
 
@@ -316,8 +314,6 @@ def _prefill(
         pages=pages,
         forced=np.full(many, -1, np.int32),
         routes=routes,
-        params=sampling_state.neutral(many),
-        limit=np.full(many, FOREVER, np.int32),
     )
     compact = setup.numerics.replay == "compact"
     tail = min(cfg.replay_keep, rows.width) if compact else rows.width
@@ -372,7 +368,12 @@ def _state(cfg: ModelConfig, numerics: Numerics, slots: int, pages: int, block: 
         lambda leaf: Param(leaf.shape, leaf.dtype.name, (None,) * leaf.ndim, "zeros"), shapes
     )
     grammar = rest.grammar.replace(grammar=np.full(slots, -1, np.int32))
-    return rest.replace(cache=drawn.cache(cfg, numerics, slots, pages // slots), grammar=grammar)
+    return rest.replace(
+        cache=drawn.cache(cfg, numerics, slots, pages // slots),
+        params=sampling_state.neutral(slots),
+        limit=np.full(slots, FOREVER, np.int32),
+        grammar=grammar,
+    )
 
 
 def _pool(vocab: int) -> Any:

@@ -1,47 +1,29 @@
 """What the host sends with a step: small numpy arrays, made anew for each one.
 
 A step in flight may still read the arrays it was given (on a CPU they can be the device's own
-memory), so nothing that was sent is written again: slots' options are copied before they change,
-page tables are snapshots. The newest tokens and lengths are not here; they stay on the device.
+memory), so nothing that was sent is written again: page tables are snapshots. The newest tokens and
+lengths are not here, nor are requests' options; they stay on the device.
 """
 
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import numpy as np
 
 from deepinfer_jax.config import ModelConfig
-from deepinfer_jax.runtime import sampling_state
 from deepinfer_jax.runtime.pages import Pages
 from deepinfer_jax.runtime.plans import Chunk
 from deepinfer_jax.runtime.requests import Sample
-from deepinfer_jax.runtime.sampling_state import RowParams
 from deepinfer_jax.runtime.step_types import DecodeInput, PrefillInput, look_back, reach
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Desk:
-    """Options of the slots' owners. params, limit (tokens a request may have): one entry a slot."""
+    """Makes the inputs of steps; per_slot: pages of a slot."""
 
     cfg: ModelConfig
     per_slot: int
-    params: RowParams
-    limit: np.ndarray
-
-    @classmethod
-    def empty(cls, cfg: ModelConfig, slots: int, per_slot: int) -> "Desk":
-        """Of free slots; per_slot: pages of a slot."""
-        return cls(cfg, per_slot, sampling_state.neutral(slots), np.zeros(slots, np.int32))
-
-    def occupy(self, entered: Sequence[tuple[Sample, int]]) -> None:
-        """New owners of slots."""
-        self.params = jax.tree.map(np.copy, self.params)
-        self.limit = self.limit.copy()
-        for sample, slot in entered:
-            sampling_state.write(self.params, slot, sample.params, sample.key, len(sample.prompt))
-            self.limit[slot] = sample.limit
 
     def prefill(
         self,
@@ -66,8 +48,6 @@ class Desk:
             pages=np.full((groups, self.per_slot), -1, np.int32),
             forced=np.full(groups, -1, np.int32),
             routes=self._routes((groups, width), [sample for *_, sample in work]),
-            params=self.params,
-            limit=self.limit,
         )
         for place, chunk, sample in work:
             tokens = sample.tokens
@@ -112,8 +92,6 @@ class Desk:
             known=np.zeros(groups, np.int32),
             forced=np.full((groups, far), -1, np.int32),
             routes=self._routes((groups, far), [sample for *_, sample in work]),
-            params=self.params,
-            limit=self.limit,
         )
         given.slot[places], given.pages[places] = slots, pages.table[slots]
         given.room[places] = block

@@ -108,9 +108,9 @@ class Loop:
                 )
             self.prefix.use(self.pages)
         self.scheduler = Scheduler(self.policy, self.pages, self.prefix)
-        self.desk = Desk.empty(cfg, self.policy.slots, self.pages.per_slot)
+        self.desk = Desk(cfg, self.pages.per_slot)
         self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
-        self.mover = Mover(self.programs, self.grammars, self.prefix, self.desk, per_slot)
+        self.mover = Mover(self.programs, self.grammars, self.prefix, per_slot)
         self._samples = {}
         self.ready: collections.deque[Sample] = collections.deque()
         self.confidences = speculation.Confidences()

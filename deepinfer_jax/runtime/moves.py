@@ -16,7 +16,6 @@ import numpy as np
 
 from deepinfer_jax.runtime import sampling_state
 from deepinfer_jax.runtime import state as states
-from deepinfer_jax.runtime.feeding import Desk
 from deepinfer_jax.runtime.grammars import Grammars
 from deepinfer_jax.runtime.plans import Act, Move
 from deepinfer_jax.runtime.prefix import PrefixCache
@@ -37,11 +36,10 @@ class Mover:
         programs: Programs,
         grammars: Grammars,
         prefix: PrefixCache | None,
-        desk: Desk,
         per_slot: int,
     ):
         self._programs, self._grammars, self._prefix = programs, grammars, prefix
-        self._desk, self._per_slot = desk, per_slot
+        self._per_slot = per_slot
         self.handed: dict[int, Handed] = {}
         self._saved: dict[int, Any] = {}  # of the preempted: a share, or a place in a grammar
 
@@ -53,12 +51,9 @@ class Mover:
             else:
                 for move, sample in run:
                     state = self._move(state, move, sample)
-        entered = [pair for pair in moves if pair[0].act in (Act.ADMIT, Act.RESTORE)]
-        if entered:
-            self._desk.occupy([(sample, move.slot) for move, sample in entered])
         now = time.monotonic()
-        for _, sample in entered:
-            if sample.metrics.first_scheduled is None:
+        for move, sample in moves:
+            if move.act in (Act.ADMIT, Act.RESTORE) and sample.metrics.first_scheduled is None:
                 sample.metrics.first_scheduled = now
         return state
 
@@ -74,12 +69,14 @@ class Mover:
     def rows(self, entering: Sequence[Entry], count: int) -> tuple[Any, ...]:
         """What `state.admit` is given in a program for `count` requests."""
         vocab = self._programs.setup.cfg.vocab_size
-        slots = np.full(count, -1, np.int32)
+        slots, limit = np.full(count, -1, np.int32), np.zeros(count, np.int32)
+        params = sampling_state.neutral(count)
         bias = np.zeros((count, vocab), np.float32)
         stop, seen = np.zeros((2, count, vocab), np.bool_)
         grammars = [self._grammars.free] * count
         for place, (sample, slot, found) in enumerate(entering):
-            slots[place] = slot
+            slots[place], limit[place] = slot, sample.limit
+            sampling_state.write(params, place, sample.params, sample.key, len(sample.prompt))
             if sampling_state.shaped(sample.params):
                 bias[place] = sampling_state.bias_row(sample.params, vocab)
             stop[place, list(sample.stops)] = True
@@ -88,7 +85,8 @@ class Mover:
             begin = self._saved.pop(sample.number, None)
             begin = self._grammars.start(sample) if begin is None else jax.device_get(begin)
             grammars[place] = begin
-        return slots, bias, stop, seen, jax.tree.map(lambda *rows: np.stack(rows), *grammars)
+        grammar = jax.tree.map(lambda *rows: np.stack(rows), *grammars)
+        return slots, params, limit, bias, stop, seen, grammar
 
     def _admit(self, state: State, run: Sequence[tuple[Move, Sample]]) -> State:
         entering: list[Entry] = []
@@ -116,8 +114,8 @@ class Mover:
             handed = self.handed.pop(number, None)
             if handed is None:
                 saved = jax.device_get(self._saved.pop(number))
-            else:  # its grammar may lie elsewhere in this loop's pool
-                saved = states.with_grammar(handed.saved, sample.grammar_row)
+            else:
+                saved = states.moved(handed.saved, sample.grammar_row, sample.limit)
             return self._programs.put(state, move.slot, self._row(move.pages), saved)
         if move.act is Act.OFFLOAD:
             self._saved[number] = leaving(self.take(state, move.slot, move.pages))

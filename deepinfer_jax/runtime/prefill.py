@@ -85,7 +85,7 @@ def prefill_chunk(
         output = _nothing(rows.groups, options)
         return state, dataclasses.replace(output, captured=captured(recorder, rows))
     x = transformer.collapse(setup, weights, trunk.hidden, recorder)
-    params = inputs.params.take(slot)
+    params = state.params.take(slot)
     grammar = jax.tree.map(lambda leaf: leaf[slot], state.grammar)
     # From here on there is one row a group, the same on all context shards, as in a decode step.
     after = setup._replace(phase="decode")
@@ -94,7 +94,7 @@ def prefill_chunk(
     if recorder.wants("logits"):
         every_one = head_logits(setup, x, weights.norm, weights.head)
         recorder.add("logits", cfg.num_hidden_layers, every_one)
-    allowed = drafting.grammar_mask(pool, grammar, inputs.limit[slot] - position)
+    allowed = drafting.grammar_mask(pool, grammar, state.limit[slot] - position)
     first = sampling.sample(
         logits,
         params,
@@ -111,7 +111,7 @@ def prefill_chunk(
         prompt = _prompt_report(after, weights, x, inputs, every, params, options)
     ends = jnp.take_along_axis(state.tables.stop[slot], first.token[:, None], axis=1)[:, 0]
     live = last & first.valid
-    done = ends | (position + 1 >= inputs.limit[slot])
+    done = ends | (position + 1 >= state.limit[slot])
     place = jnp.where(live, inputs.slot, -1)
     grammar = drafting.advance(pool, grammar, first.token)
     state = dataclasses.replace(
@@ -130,8 +130,6 @@ def prefill_chunk(
             weights,
             state,
             pool,
-            inputs.params,
-            inputs.limit,
             jnp.where(live & ~done, inputs.slot, -1),
             first.token,
             position,

@@ -1,11 +1,10 @@
 """What sampling needs to know of each slot: options as arrays, and tables over the vocabulary.
 
-``RowParams`` holds numbers, one entry a slot, written by the host in numpy and sent with each step
-(a few kilobytes). ``Tables`` holds what would not fit there: dense rows over the vocabulary, kept
-on the device, donated to the step and rewritten only when a request enters a slot. Dense rows put
-no cap on the length of a ban list or a bias, and cost 10 bytes an id and slot.
+``RowParams`` holds numbers, one entry a slot, ``Tables`` dense rows over the vocabulary, which put
+no cap on the length of a ban list or a bias and cost 10 bytes an id and slot. Both stay on the
+device, donated to the step and rewritten only when a request enters a slot: no step sends them.
 
-A request's whole sampling state is one row of each table; preemption moves it like the rings.
+A request's whole sampling state is one entry of each; preemption moves it like the rings.
 """
 
 import dataclasses
@@ -65,7 +64,7 @@ class Tables:
 
 
 def neutral(slots: int) -> RowParams:
-    """Host arrays (numpy, to be written in place) of slots that ask for plain greedy decoding."""
+    """Host arrays (numpy, to be written in place) of requests that decode greedily."""
 
     def real(value: float) -> np.ndarray:
         return np.full(slots, value, np.float32)
@@ -90,9 +89,9 @@ def neutral(slots: int) -> RowParams:
 
 
 def write(
-    host: RowParams, slot: int, params: SamplingParams, key: UInt32[np.ndarray, "2"], prompt: int
+    host: RowParams, place: int, params: SamplingParams, key: UInt32[np.ndarray, "2"], prompt: int
 ) -> None:
-    """Put one request's options into a slot of the host arrays; prompt: its length in tokens."""
+    """Put one request's options into a place of the host arrays; prompt: its length in tokens."""
     values = {
         "key": key,
         "temperature": params.temperature,
@@ -108,7 +107,7 @@ def write(
         "processed": params.logprobs_mode == "processed",
     }
     for name, value in values.items():
-        getattr(host, name)[slot] = value
+        getattr(host, name)[place] = value
 
 
 def shaped(params: SamplingParams) -> bool:

@@ -29,6 +29,7 @@ from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import prefill, step
 from deepinfer_jax.runtime import state as states
+from deepinfer_jax.runtime.sampling_state import RowParams
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
 from deepinfer_jax.structured import GrammarState, Pool
@@ -138,6 +139,8 @@ def admit(
     layout: Layout,
     state: State,
     slot: Int32[Array, " n"],
+    params: RowParams,
+    limit: Int32[Array, " n"],
     bias: Float[Array, "n vocab"],
     stop: Bool[Array, "n vocab"],
     seen: Bool[Array, "n vocab"],
@@ -149,8 +152,9 @@ def admit(
         return states.admit(state, _drop(layout, slot, _slots(state)), *row)
 
     cut = own(layout)
-    specs = (cut, *[WHOLE] * 5)
-    return parallel.spmd(layout, local, specs, cut)(state, slot, bias, stop, seen, grammar)
+    given = slot, params, limit, bias, stop, seen, grammar
+    specs = (cut, *[WHOLE] * len(given))
+    return parallel.spmd(layout, local, specs, cut)(state, *given)
 
 
 def put(

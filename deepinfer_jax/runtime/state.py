@@ -19,7 +19,7 @@ from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.runtime import sampling_state
-from deepinfer_jax.runtime.sampling_state import Tables
+from deepinfer_jax.runtime.sampling_state import RowParams, Tables
 from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured.device import GrammarState, free
 
@@ -30,14 +30,17 @@ GRAMMAR_LEVELS = 32  # open calls of a nested grammar
 class State:
     """One entry a slot.
 
-    last: int32, the newest token, not yet fed; length: int32, tokens fed (the position of `last`).
-    done: bool, the request ended on the device. drafts int32, confidence f32 [slots, block]: the
-    block drafted after `last`; draft_weights: its log-weights f32 [slots, block, vocab], kept for
-    rejection sampling only. grammar: where each slot is in its grammar.
+    limit: int32, tokens that the request may have in all. last: int32, the newest token, not yet
+    fed; length: int32, tokens fed (the position of `last`). done: bool, the request ended on the
+    device. drafts int32, confidence f32 [slots, block]: the block drafted after `last`;
+    draft_weights: its log-weights f32 [slots, block, vocab], kept for rejection sampling only.
+    grammar: where each slot is in its grammar.
     """
 
     cache: Cache
     tables: Tables
+    params: RowParams
+    limit: Leaf
     last: Leaf
     length: Leaf
     done: Leaf
@@ -61,6 +64,8 @@ def empty(
     return State(
         cache=caches.empty(cfg, numerics, slots=slots, pages=pages),
         tables=sampling_state.empty_tables(slots, cfg.vocab_size),
+        params=jax.tree.map(jnp.asarray, sampling_state.neutral(slots)),
+        limit=jnp.zeros((slots,), jnp.int32),
         last=jnp.zeros((slots,), jnp.int32),
         length=jnp.zeros((slots,), jnp.int32),
         done=jnp.ones((slots,), jnp.bool_),
@@ -74,22 +79,28 @@ def empty(
 def admit(
     state: State,
     slot: Int32[Array, " n"],
+    params: RowParams,
+    limit: Int32[Array, " n"],
     bias: Float[Array, "n vocab"],
     stop: Bool[Array, "n vocab"],
     seen: Bool[Array, "n vocab"],
     grammar: GrammarState,
 ) -> State:
-    """New requests in slots (past the end: nothing): bias, stop ids, ids of the prompt that is not
-    computed, and grammar (leading axis n)."""
-    grammars = jax.tree.map(
-        lambda old, new: old.at[slot].set(new, mode="drop"), state.grammar, grammar
+    """New requests in slots (past the end: nothing): options, most tokens, bias, stop ids, ids of
+    the prompt that is not computed, and grammar (leading axis n)."""
+    numbers = jax.tree.map(
+        lambda old, new: old.at[slot].set(new, mode="drop"),
+        (state.params, state.limit, state.grammar),
+        (params, limit, grammar),
     )
     return dataclasses.replace(
         state,
         tables=sampling_state.install(state.tables, slot, bias, stop, seen),
+        params=numbers[0],
+        limit=numbers[1],
         length=state.length.at[slot].set(0, mode="drop"),
         done=state.done.at[slot].set(False, mode="drop"),
-        grammar=grammars,
+        grammar=numbers[2],
     )
 
 
@@ -131,11 +142,12 @@ def put(state: State, slot: Int32[Array, ""], pages: Int32[Array, " held"], save
     )
 
 
-def with_grammar(saved: Any, row: int) -> Any:
-    """A share whose grammar is at another place of the pool."""
+def moved(saved: Any, row: int, limit: int) -> Any:
+    """A share as another engine goes on with it: its grammar at another place of the pool, another
+    limit."""
     rows, pages = saved
     grammar = dataclasses.replace(rows.grammar, grammar=np.int32(row))
-    return dataclasses.replace(rows, grammar=grammar), pages
+    return dataclasses.replace(rows, grammar=grammar, limit=np.int32(limit)), pages
 
 
 def take_rings(state: State, slot: Int32[Array, ""]) -> Any:

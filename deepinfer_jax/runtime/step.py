@@ -51,7 +51,7 @@ def decode_step(
 ) -> tuple[State, StepOutput]:
     """One turn of every group: verify its drafts, emit at least one token, draft the next block."""
     slot = jnp.maximum(inputs.slot, 0)
-    length, limit = state.length[slot], inputs.limit[slot]
+    length, limit = state.length[slot], state.limit[slot]
     active = (inputs.slot >= 0) & ~state.done[slot]
     drafts, confidence = state.drafts[slot], state.confidence[slot]
     fed = jnp.zeros_like(slot)
@@ -86,11 +86,11 @@ def decode_step(
     allowed = drafting.grammar_mask(
         pool,
         jax.tree.map(lambda leaf: leaf[place, rows.group], along),
-        inputs.limit[row_slot] - predicted,
+        state.limit[row_slot] - predicted,
     )
     sampled = sampling.sample(
         logits,
-        inputs.params.take(row_slot),
+        state.params.take(row_slot),
         state.tables,
         row_slot,
         predicted,
@@ -104,18 +104,18 @@ def decode_step(
     if options.rejection and options.block:
         masked = sampling.adjust(
             logits,
-            inputs.params.take(row_slot),
+            state.params.take(row_slot),
             state.tables,
             row_slot,
             predicted,
             earlier,
             allowed,
         )
-        z = sampling.distribution(masked, inputs.params.take(row_slot))
+        z = sampling.distribution(masked, state.params.take(row_slot))
         verified = verify.rejection(
             row_lists.to_rectangle(rows, z),
             state.draft_weights[slot],
-            inputs.params.take(slot),
+            state.params.take(slot),
             row_lists.to_rectangle(rows, predicted),
             wide.valid,
             stop,
@@ -176,7 +176,7 @@ def _commit(
         lambda leaf: leaf[newest, jnp.arange(newest.shape[0], dtype=jnp.int32)], along
     )
     grammar = drafting.advance(pool, grammar, token)
-    limit = inputs.limit[jnp.maximum(inputs.slot, 0)]
+    limit = state.limit[jnp.maximum(inputs.slot, 0)]
     done = verified.stopped | verified.failed | (length + 1 >= limit)
     state = dataclasses.replace(
         state,
@@ -199,8 +199,6 @@ def _commit(
         weights,
         state,
         pool,
-        inputs.params,
-        inputs.limit,
         jnp.where(done, -1, moved),
         token,
         length,

@@ -16,7 +16,6 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import drafting
-from deepinfer_jax.runtime.sampling_state import RowParams
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured import Pool
@@ -44,7 +43,7 @@ class PrefillInput:
     tokens before `start`, oldest first (-1: none), for the n-grams across it; following int32
     [n, width]: the token after each place (-1: unknown), read for prompt log-probabilities; pages
     int32 [n, P]; forced int32 [n]: the next output token (-1: sampled); routes int32 [n, width,
-    layers, k]: experts by place (-1: the router's), or None; params, limit: one entry a slot.
+    layers, k]: experts by place (-1: the router's), or None.
     """
 
     token: Leaf
@@ -60,8 +59,6 @@ class PrefillInput:
     pages: Leaf
     forced: Leaf
     routes: Leaf
-    params: RowParams
-    limit: Leaf
 
 
 @flax.struct.dataclass
@@ -73,7 +70,7 @@ class DecodeInput:
     temperature f32 [block]: divides the confidence of each place. forced int32 [groups, reach]
     output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts (-1: the router's)
     or None, both for the positions from `known` on: int32 [groups], the least position that the
-    newest token of a group with any of them can have. params, limit: one entry a slot.
+    newest token of a group with any of them can have.
     """
 
     slot: Leaf
@@ -84,8 +81,6 @@ class DecodeInput:
     known: Leaf
     forced: Leaf
     routes: Leaf
-    params: RowParams
-    limit: Leaf
 
 
 def reach(block: int) -> int:
@@ -132,8 +127,6 @@ def draft_next(
     weights: Weights,
     state: State,
     pool: Pool,
-    params: RowParams,
-    limit: Int32[Array, " slots"],
     place: Int32[Array, " groups"],
     anchor: Int32[Array, " groups"],
     position: Int32[Array, " groups"],
@@ -149,10 +142,10 @@ def draft_next(
         position=position,
         slot=slot,
         active=place >= 0,
-        params=params.take(slot),
+        params=state.params.take(slot),
         tables=state.tables,
         grammar=jax.tree.map(lambda leaf: leaf[slot], state.grammar),
-        limit=limit[slot],
+        limit=state.limit[slot],
         block=options.block,
         rejection=options.rejection,
     )

@@ -131,16 +131,19 @@ def measure(loop: Loop) -> dict[tuple[int, int], float]:
             slot=used,
             pages=table[used],
             room=np.full(groups, block, np.int32),
-            limit=np.full(slots, np.iinfo(np.int32).max // 2, np.int32),
         )
         for size in sizes:
             draft_rows = np.full_like(given.budget, (size - groups) // loop.pages.shards)
             given = dataclasses.replace(given, budget=draft_rows)
             seconds = []
             for _ in range(RUNS + 1):
-                again = np.full(slots, start, np.int32), np.zeros(slots, np.bool_)
-                length, done = loop.programs.place(again)
-                loop.state = dataclasses.replace(loop.state, length=length, done=done)
+                again = (
+                    np.full(slots, np.iinfo(np.int32).max // 2, np.int32),
+                    np.full(slots, start, np.int32),
+                    np.zeros(slots, np.bool_),
+                )
+                limit, length, done = loop.programs.place(again)
+                loop.state = dataclasses.replace(loop.state, limit=limit, length=length, done=done)
                 seconds.append(_timed(loop, _decode, loop, size, loop.options, given))
             found[groups, size] = statistics.median(seconds[1:])
     loop.state = loop.empty_state()

@@ -113,12 +113,15 @@ def test_requests_admitted_together_enter_the_shards_of_their_slots(folder):
     loop = engine(folder, read("tp_ep"))._loop
     state, slots = small_model.random_state(loop.programs), [6, 1, 3]
     before, rng = jax.device_get(state), np.random.default_rng(3)
-    slot, bias, *masks, grammar = loop.mover.rows((), 8)
+    slot, params, limit, bias, *masks, grammar = loop.mover.rows((), 8)
     slot[:3] = slots
     bias = rng.normal(size=bias.shape).astype(np.float32)
     stop, seen = (rng.integers(0, 2, mask.shape).astype(np.bool_) for mask in masks)
-    grammar = jax.tree.map(lambda leaf: rng.integers(0, 9, leaf.shape, leaf.dtype), grammar)
-    after = jax.device_get(loop.programs.admit(state, slot, bias, stop, seen, grammar))
+    params, limit, grammar = jax.tree.map(
+        lambda leaf: rng.integers(0, 9, leaf.shape).astype(leaf.dtype), (params, limit, grammar)
+    )
+    given = slot, params, limit, bias, stop, seen, grammar
+    after = jax.device_get(loop.programs.admit(state, *given))
     written = [
         (before.tables.bias, bias),
         (before.tables.stop, stop),
@@ -126,6 +129,8 @@ def test_requests_admitted_together_enter_the_shards_of_their_slots(folder):
         (before.tables.output, np.zeros_like(bias, np.int32)),
         (before.length, np.zeros(8, np.int32)),
         (before.done, np.zeros(8, np.bool_)),
+        (before.limit, limit),
+        *zip(jax.tree.leaves(before.params), jax.tree.leaves(params), strict=True),
         *zip(jax.tree.leaves(before.grammar), jax.tree.leaves(grammar), strict=True),
     ]
     rows = {id(leaf): row for leaf, row in written}

@@ -15,12 +15,14 @@ import threading
 from pathlib import Path
 
 import jax
+import numpy as np
 import pytest
 
 import deepinfer_jax as dj
 from deepinfer_jax import shipped
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.runtime import frames, transport
+from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.handover import Group
 from tests.runtime import small_model
 from tests.runtime.runs import bits, same, scarce
@@ -82,6 +84,16 @@ def test_two_loops_give_the_tokens_of_one(llm, work, mixed):
         {k for k, *_ in split.decode.dispatched},
     )
     assert kinds == ({"prefill"}, {"decode"})
+
+
+def test_a_share_keeps_all_but_its_grammars_place_and_the_limit(llm):
+    loop = llm(invariant=True)._loop
+    held = np.full(loop.pages.per_slot, -1, np.int32)
+    saved = jax.device_get(loop.programs.take(loop.state, 1, held))
+    found = states.moved(saved, row=3, limit=99)
+    assert (found[0].grammar.grammar, found[0].limit) == (3, 99)
+    back = states.moved(found, int(saved[0].grammar.grammar), int(saved[0].limit))
+    assert jax.tree.all(jax.tree.map(np.array_equal, back, saved))
 
 
 @pytest.mark.parametrize("host_pages", [4096, 0])
