@@ -22,6 +22,7 @@ several devices a page can lie in several shards; a request of a shard without i
 import collections
 import hashlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -53,7 +54,7 @@ class PrefixCache:
             identity += f"replay {policy.replay}".encode()
         self._identity, self._copy_pages, self._wait = identity, copy_pages, wait
         name = hashlib.blake2b(identity, digest_size=KEY_BYTES).hexdigest()
-        folder = None if policy.folder is None else policy.folder / name
+        folder = None if policy.folder is None else Path(policy.folder) / name
         self._files = Files(folder, policy.disk_bytes, like)
         self._nodes: dict[bytes, Node] = {}
         self._host: dict[bytes, Node] = {}  # with `saved`, longest unused first
@@ -331,7 +332,8 @@ class PrefixCache:
         nodes = [self._by_page.pop(page) for page in pages]
         for page, node in zip(pages, nodes, strict=True):
             del node.pages[self._pages.home(page)]
-        if self.policy.host_bytes:
+        # Files are written from the host, however little stays there.
+        if self.policy.host_bytes or self.policy.folder is not None:
             gone = zip(pages, nodes, strict=True)
             last = [(page, node) for page, node in gone if node.saved is None and not node.pages]
             contents = self._copy_pages([page for page, _ in last])

@@ -22,7 +22,7 @@ class PrefixPolicy:
     every: int = 8
     states: int = 256
     host_bytes: int = 4 * 2**30
-    folder: Path | None = None
+    folder: str | Path | None = None
     disk_bytes: int = 64 * 2**30
     restore: str = "state"
     replay: int = 128
@@ -31,7 +31,7 @@ class PrefixPolicy:
         """For one of several engines that write at once: each has files of its own."""
         if self.folder is None or number == 0:
             return self
-        return dataclasses.replace(self, folder=self.folder / f"replica-{number}")
+        return dataclasses.replace(self, folder=Path(self.folder) / f"replica-{number}")
 
     def __post_init__(self):
         if self.restore not in RESTORE:

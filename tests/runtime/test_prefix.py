@@ -4,6 +4,13 @@ What the host does (sharing, waiting, eviction, tiers) is tested with random tra
 `test_scheduler.py`.
 """
 
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
 import numpy as np
 import pytest
 
@@ -11,6 +18,7 @@ import deepinfer_jax as dj
 from converters import synthetic
 from deepinfer_jax.runtime.pages import PAGE, Pages
 from deepinfer_jax.runtime.plans import Policy
+from deepinfer_jax.runtime.prefix_files import Files
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from tests.runtime import small_model
 from tests.runtime.runs import measured, same
@@ -198,6 +206,71 @@ def test_other_weights_find_nothing_of_the_old(llm, work, folder, tmp_path):
     same(first, engine.generate(work[:2], FREE, strict=True))
     with pytest.raises(ValueError, match="its config is not the one of the weights in use"):
         engine.swap_weights(synthetic.write(tmp_path / "other", synthetic.draw_config(1), seed=1))
+
+
+def _traffic(folder, **options):
+    """Requests with texts in common over a simulated device of few pages; the engine after them."""
+    prefix = PrefixPolicy(every=1, folder=folder, **options)
+    engine = Engine(Policy(2, (2,), ((2, 4), (2, 16))), Pages(9, 2, 8, 8), prefix=prefix)
+    for number in range(8):
+        engine.add(number, Request(30 + number, 4, 4, shared=24, text=number % 3))
+    engine.run()
+    for number, request in engine.requests.items():
+        assert len(engine.outputs[number]) == request.new
+    return engine
+
+
+def test_no_room_on_the_host_leaves_the_files(tmp_path):
+    engine = _traffic(str(tmp_path), host_bytes=0)  # a folder may be text
+    assert list(tmp_path.rglob("*.page")) and not engine.device.prefix._host
+    engine.device.prefix.save()
+    kept = engine.device.prefix._nodes
+    written = {file.stem for file in tmp_path.rglob("*.page")}
+    assert {key.hex() for key in kept} <= written and len(written) >= 3 * 3
+
+
+def test_a_folder_that_cannot_be_written_costs_no_request(tmp_path, monkeypatch):
+    """A disk that is full after three pages: what they hold is used, what came of the fourth is
+    removed, and nobody tries again."""
+    write, tried = Path.write_bytes, []
+
+    def full(path, data):
+        tried.append(path)
+        if len(tried) > 3:
+            write(path, data[: len(data) // 2])
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.warns(UserWarning, match="prefix cache: .* No space left .* no more pages") as told:
+        _traffic(tmp_path, host_bytes=1)
+    assert len(told) == 1 and len(tried) == 4
+    assert [file.suffix for file in tmp_path.rglob("*") if file.is_file()] == [".page"] * 3
+
+
+def test_files_of_killed_runs_are_removed_and_foreign_ones_left(tmp_path):
+    like = (jax.ShapeDtypeStruct((4,), np.float32), jax.ShapeDtypeStruct((99,), np.float32))
+    files = Files(tmp_path, 1 << 20, like)
+    page, rings = np.arange(4, dtype=np.float32), np.ones(99, np.float32)
+    files.write(b"\x0a", page, None)
+    files.write(b"\x0b", page, rings)
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    for name in (f"0c.{ended.pid}", f"0d.{os.getpid()}", f"0e.{1 << 70}", f"0f.{os.getppid()}"):
+        (tmp_path / name).write_bytes(b"half")
+    for name in ("x.page", "0A.page", "notes.txt", f"notes.{ended.pid}"):
+        (tmp_path / name).write_text("mine", encoding="utf-8")
+    (tmp_path / "10.page").mkdir()
+    again = Files(tmp_path, 1 << 20, like)
+    left = {item.name for item in tmp_path.iterdir()}
+    mine = {"x.page", "0A.page", "notes.txt", f"notes.{ended.pid}", "10.page"}
+    assert left == {"0a.page", "0b.page", f"0f.{os.getppid()}"} | mine
+    assert set(again._held) == {b"\x0a", b"\x0b"}
+    assert again._used == sum((tmp_path / name).stat().st_size for name in ("0a.page", "0b.page"))
+    assert again.has_state(b"\x0b") and not again.has_state(b"\x0a")
+    content, state = again.read(b"\x0b")
+    np.testing.assert_array_equal(content, page)
+    np.testing.assert_array_equal(state, rings)
 
 
 def test_two_hundred_questions_after_one_text():
