@@ -19,6 +19,7 @@ import numpy as np
 
 from converters import census, converted, dialects, names, recipes
 from converters import safetensors_io as st
+from converters.progress import reported
 from converters.source import CheckpointError, Source, open_source, resolve
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import engram_hash
@@ -150,31 +151,30 @@ def suspicious(data: np.ndarray) -> dict[str, int]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0: nothing found, 2: findings (one line each on stderr)."""
+    """The command line; 0: nothing found, 2: findings (one line each on stderr), 130: interrupted
+    (`reported`)."""
     parser = argparse.ArgumentParser(prog="python -m converters.check", description=__doc__)
     parser.add_argument("source", help="checkpoint folder, or a Hugging Face Hub id")
     parser.add_argument("--revision", help="of a Hub id")
     parser.add_argument("--deep", action="store_true", help="also read and check all values")
     options = parser.parse_args(arguments)
-    try:
-        path = resolve(options.source, options.revision)
-        converted.refuse_unfinished(path)
-        if converted.is_converted(path):
-            opened = converted.open_converted(path)
-            table, found = opened.table, list(verify(opened)) if options.deep else []
-        else:
-            checked = examine(path)
-            table, found = checked.table, list(deep(checked)) if options.deep else []
-            if warning := rounded(checked.recipes):
-                print(f"warning: {warning}", file=sys.stderr)
-    except CheckpointError as error:
-        table, found = None, list(error.problems)
-    for line in found:
-        print(line, file=sys.stderr)
-    if found or table is None:
-        return 2
-    print(f"{path}: {len(table.by_name):,} tensors, {table.nbytes:,} bytes, all accounted for")
-    return 0
+    return reported(lambda: _checked(resolve(options.source, options.revision), options.deep))
+
+
+def _checked(path: Path, is_deep: bool) -> str:
+    """What to say of a folder without fault; raises `CheckpointError` with every finding."""
+    converted.refuse_unfinished(path)
+    if converted.is_converted(path):
+        opened = converted.open_converted(path)
+        table, found = opened.table, list(verify(opened)) if is_deep else []
+    else:
+        checked = examine(path)
+        table, found = checked.table, list(deep(checked)) if is_deep else []
+        if warning := rounded(checked.recipes):
+            print(f"warning: {warning}", file=sys.stderr)
+    if found:
+        raise CheckpointError(found)
+    return f"{path}: {len(table.by_name):,} tensors, {table.nbytes:,} bytes, all accounted for"
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def open_converted(path: str | Path, threads: int = 4) -> Converted:
     refuse_unfinished(path)
     if not is_converted(path):
         raise CheckpointError([f"{path}: no {MANIFEST}; not a converted folder"])
-    manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    manifest = _manifest(path / MANIFEST)
     if manifest.get("format") != FORMAT:
         raise CheckpointError([f"{path / MANIFEST}: format is {manifest.get('format')!r}"])
     if manifest.get("format_version") != FORMAT_VERSION:
@@ -145,6 +145,9 @@ def open_converted(path: str | Path, threads: int = 4) -> Converted:
                 f"reads {FORMAT_VERSION}; convert the source again"
             ]
         )
+    for key in ("options", "source", "names", "tensors"):
+        if not isinstance(manifest.get(key), dict):
+            raise CheckpointError([f"{path / MANIFEST}: {key}: expected an object"])
     try:
         cfg = ModelConfig.from_json(path)
     except ValueError as error:
@@ -158,8 +161,20 @@ def open_converted(path: str | Path, threads: int = 4) -> Converted:
     return Converted(path, cfg, manifest, table, store.context(threads))
 
 
+def _manifest(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError([f"{file}: cannot be read as JSON: {error}"]) from None
+    if not isinstance(found, dict):
+        raise CheckpointError([f"{file}: expected an object"])
+    return found
+
+
 def _account(path: Path, manifest: dict[str, Any], table: names.Table) -> list[str]:
     """Leaves on disk, leaves declared and tensors of the manifest must be the same sets."""
+    if not (path / WEIGHTS).is_dir():
+        return [f"{path / WEIGHTS}: no such folder"]
     declared = {store.folder_name(leaf) for leaf in table.by_leaf}
     present = {item.name for item in (path / WEIGHTS).iterdir() if item.is_dir()}
     problems = [f"{path / WEIGHTS / name}: declared leaf missing" for name in declared - present]

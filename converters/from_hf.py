@@ -31,13 +31,13 @@ import numpy as np
 from converters import check, plan, store
 from converters import safetensors_io as st
 from converters.converted import FORMAT, FORMAT_VERSION, MANIFEST, SOURCE, TOKEN_MAP, WEIGHTS
-from converters.progress import Progress, reported
+from converters.progress import RESUMES, Progress, reported
 from converters.recipes import Copy, raw
 from converters.shards import ShardWriter
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError, LossWarning, Source, resolve
 from converters.target import COMMIT_BYTES, Committer, Target, Written, refuse_nesting
 from converters.token_map import token_map
-from converters.workers import Workers, default
+from converters.workers import Workers, budget, default
 
 MIB = 2**20
 SHARD_BYTES = 64 * MIB
@@ -64,10 +64,7 @@ def convert(
     interrupted run.
     Raises `CheckpointError` (one line a finding); nothing is written if the source is at fault.
     """
-    workers = default() if workers is None else workers
-    block = min(BLOCK_BYTES, memory // (COPIES * max(1, workers)))
-    if workers < 1 or block < 2**12:
-        raise CheckpointError([f"memory = {memory} bytes for workers = {workers} is too little"])
+    workers, block = budget(memory, workers, COPIES, BLOCK_BYTES)
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
     checked = check.examine(source)
@@ -260,7 +257,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             only=options.only,
             restart=options.restart,
             quiet=options.quiet,
-        )
+        ),
+        RESUMES,
     )
 
 

@@ -19,7 +19,8 @@ from typing import Any
 from converters import converted, names
 from converters.census import ranges
 from converters.check import examine
-from converters.source import CheckpointError, resolve
+from converters.progress import reported
+from converters.source import resolve
 from converters.target import JOURNAL
 from deepinfer_jax import spec
 from deepinfer_jax.layout import Layout
@@ -176,7 +177,7 @@ def _lines(found: Mapping[str, Any], depth: int) -> Iterator[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The command line; 0, or 2 with one line a finding on stderr."""
+    """The command line; 0, 2 with one line a finding on stderr, 130: interrupted (`reported`)."""
     parser = argparse.ArgumentParser(prog="python -m converters.inspect", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.add_argument("folder", help="official or converted folder, or a Hugging Face Hub id")
@@ -184,14 +185,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--depth", type=int, default=3, help="levels of the tree to print (3)")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     options = parser.parse_args(arguments)
-    try:
+
+    def described() -> str:
         layout = Layout.from_toml(options.layout) if options.layout else None
         found = inspect(options.folder, layout)
-    except (CheckpointError, ValueError, OSError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    print(json.dumps(found.plain()) if options.json else found.text(options.depth))
-    return 0
+        return json.dumps(found.plain()) if options.json else found.text(options.depth)
+
+    return reported(described)
 
 
 if __name__ == "__main__":

@@ -20,9 +20,10 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from converters.source import CheckpointError, LossWarning
+from converters.source import LossWarning
 
 LINE_SECONDS = 10.0
+RESUMES = "interrupted; run the same command again to resume"
 
 
 class Progress:
@@ -93,22 +94,23 @@ class Progress:
         self._stream.flush()
 
 
-def reported(work: Callable[[], object]) -> int:
+def reported(work: Callable[[], object], interrupted: str = "interrupted") -> int:
     """Run a command and print what it returns; its exit code, with warnings and failures as lines.
 
-    0: done. 2: `CheckpointError`, one line a finding on stderr. 130: interrupted from the keyboard.
+    0: done. 2: `CheckpointError`, one line a finding on stderr, or another ValueError or OSError,
+    which says what could not be read or written. 130: `interrupted` from the keyboard.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("always", LossWarning)
         warnings.showwarning = _one_line
         try:
             print(work())
-        except CheckpointError as error:
-            for line in error.problems:
+        except (ValueError, OSError) as error:
+            for line in str(error).splitlines():
                 print(line, file=sys.stderr)
             return 2
         except KeyboardInterrupt:
-            print("interrupted; run the same command again to resume", file=sys.stderr)
+            print(interrupted, file=sys.stderr)
             return 130
     return 0
 

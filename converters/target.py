@@ -51,8 +51,15 @@ class Target:
     """
 
     def __init__(self, destination: str | Path, basis: Mapping[str, Any], restart: bool = False):
+        """Raises `CheckpointError`, also where the folder cannot be made or locked."""
         self.destination = Path(os.path.abspath(destination))
         self.path = self.destination.with_name(self.destination.name + PARTIAL)
+        try:
+            self._open(basis, restart)
+        except OSError as error:
+            raise CheckpointError([f"{self.path}: {error}"]) from error
+
+    def _open(self, basis: Mapping[str, Any], restart: bool) -> None:
         self._refuse_existing()
         if not self.destination.parent.is_dir():
             raise CheckpointError([f"{self.destination.parent}: no such folder for the output"])
@@ -107,7 +114,7 @@ class Target:
         whole = written.rfind(b"\n") + 1  # a line torn by the interruption: written again
         lines = written[:whole].decode().splitlines()
         if lines:
-            found = json.loads(lines[0])
+            found = self._json(lines[0])
             if found != basis:
                 keys = [k for k in {**found, **basis} if found.get(k) != basis.get(k)]
                 raise CheckpointError(
@@ -121,9 +128,17 @@ class Target:
         self._journal = file.open("ab", buffering=0)
         if not lines:
             self._append([basis])
-        records = [json.loads(line) for line in lines[1:]]
+        records = [self._json(line) for line in lines[1:]]
         latest = {record.pop("piece"): record for record in records}
         return {key: record for key, record in latest.items() if self._is_there(record)}
+
+    def _json(self, line: str) -> dict[str, Any]:
+        try:
+            return json.loads(line)
+        except ValueError as error:
+            raise CheckpointError(
+                [f"{self.path / JOURNAL}: damaged ({error}); start anew with --restart"]
+            ) from None
 
     def _is_there(self, record: Mapping[str, Any]) -> bool:
         """Whether a journalled file still has its size (or more, if it was growing)."""

@@ -25,11 +25,11 @@ from pathlib import Path
 from converters import safetensors_io as st
 from converters.converted import SOURCE, Converted, open_converted
 from converters.names import Entry
-from converters.progress import Progress, reported
+from converters.progress import RESUMES, Progress, reported
 from converters.recipes import raw
 from converters.source import INDEX, TOKENIZER_FILES, CheckpointError
 from converters.target import COMMIT_BYTES, Committer, Target, Written, refuse_nesting
-from converters.workers import Workers, default
+from converters.workers import Workers, budget, default
 
 MIB = 2**20
 SHARD_BYTES = 5 * 10**9
@@ -64,12 +64,11 @@ def convert(
     memory: budget in bytes for the workers' slices. workers: threads. Raises `CheckpointError`,
     also when a tensor's bytes differ from those that were converted.
     """
+    workers, limit = budget(memory, workers, COPIES, SLICE_BYTES)
     source, destination = Path(source), Path(destination)
     refuse_nesting(source, destination)
     opened = open_converted(source)
-    shards = list(plan(opened))
-    pool = Workers(default() if workers is None else workers)
-    limit = min(SLICE_BYTES, memory // (COPIES * pool.count))
+    shards, pool = list(plan(opened)), Workers(workers)
     basis = {key: opened.manifest[key] for key in ("source", "options", "tensors")}
     target = Target(destination, basis | {"direction": "to_hf"}, restart)
     try:
@@ -101,7 +100,10 @@ def convert(
 
 
 def plan(opened: Converted) -> Iterator[Shard]:
-    """The files to write: the source's own, or new ones of at most `SHARD_BYTES`."""
+    """The files to write: the source's own, or new ones of at most `SHARD_BYTES`.
+
+    Raises `CheckpointError` for a header of the source that is lost.
+    """
     if opened.is_exact:
         spelled = opened.manifest["names"]
         places: dict[str, list[tuple[int, Entry]]] = collections.defaultdict(list)
@@ -109,8 +111,13 @@ def plan(opened: Converted) -> Iterator[Shard]:
             source, offset = spelled.get(name, (name, 0))
             places[source].append((offset, entry))
         for name in opened.manifest["source"]["files"]:
-            block = (opened.path / SOURCE / f"{name}.header").read_bytes()
-            found = [item for item in json.loads(block[8:]).items() if item[0] != "__metadata__"]
+            file = opened.path / SOURCE / f"{name}.header"
+            try:
+                block = file.read_bytes()
+                declared = json.loads(block[8:])
+            except (OSError, ValueError) as error:
+                raise CheckpointError([f"{file}: no header of a shard: {error}"]) from None
+            found = [item for item in declared.items() if item[0] != "__metadata__"]
             found.sort(key=lambda item: item[1]["data_offsets"])
             entries = [
                 entry
@@ -224,7 +231,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             workers=options.workers,
             restart=options.restart,
             quiet=options.quiet,
-        )
+        ),
+        RESUMES,
     )
 
 

@@ -6,12 +6,26 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
+from converters.source import CheckpointError
+
 MOST = 8
 
 
 def default() -> int:
     """Threads for copying and hashing on this machine."""
     return min(MOST, os.cpu_count() or 1)
+
+
+def budget(memory: int, workers: int | None, copies: int, most: int) -> tuple[int, int]:
+    """Threads, and bytes of a block of which each has `copies`, at most `most`, in `memory` bytes.
+
+    workers: None, the default. Raises CheckpointError for less than a thread or 4 KiB.
+    """
+    workers = default() if workers is None else workers
+    block = min(most, memory // (copies * max(1, workers)))
+    if workers < 1 or block < 2**12:
+        raise CheckpointError([f"memory = {memory} bytes for workers = {workers} is too little"])
+    return workers, block
 
 
 class Stopped(Exception):
