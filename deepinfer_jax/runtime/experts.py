@@ -12,6 +12,9 @@ token's expert changes no value. Only requests that have ended may be rebalanced
 
 import contextlib
 import dataclasses
+import re
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,11 +61,23 @@ class Counts:
 
 def load(path: str | Path) -> dict[int, Int[np.ndarray, "steps experts"]]:
     """Traces that `Counts.save` wrote. Raises ValueError for another file."""
-    with np.load(path) as file:
-        names = [name for name in file.files if name.startswith("layer_")]
-        if not names or len(names) != len(file.files):
-            raise ValueError(f"{path}: expected arrays layer_N, found {', '.join(file.files)}")
-        return {int(name.removeprefix("layer_")): file[name] for name in names}
+    with open(path, "rb") as raw:
+        if not zipfile.is_zipfile(raw):
+            raise ValueError(f"{path}: not an npz file; expected one of Counts.save")
+    try:
+        with np.load(path) as file:
+            found = {name: file[name] for name in file.files}
+    except (ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path}: not a file of recorded experts ({error})") from None
+    if not found or not all(re.fullmatch("layer_[0-9]+", name) for name in found):
+        raise ValueError(f"{path}: expected arrays layer_N, found {', '.join(found) or 'none'}")
+    for name, counts in found.items():
+        if counts.ndim != 2 or not np.issubdtype(counts.dtype, np.integer):
+            raise ValueError(
+                f"{path}: {name}: {counts.dtype}{list(counts.shape)}; expected integers "
+                "[steps, experts]"
+            )
+    return {int(name.removeprefix("layer_")): counts for name, counts in found.items()}
 
 
 @contextlib.contextmanager

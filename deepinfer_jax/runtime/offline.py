@@ -12,6 +12,7 @@ A request without a seed gets one from its line number, so it draws the same
 noise in whatever run it is served.
 """
 
+import contextlib
 import dataclasses
 import json
 import math
@@ -54,7 +55,7 @@ def run(
     defaults: SamplingParams fields for requests that do not name them; a seed there is the batch's,
     each line draws its own from it. Raises ValueError naming file and line for an input that is not
     JSONL or repeats an id, before anything is written; KeyboardInterrupt with a message for the
-    user after what was finished has been written.
+    user after what was finished has been written; OSError for files that cannot be read or written.
     """
     source, target = Path(source), Path(target)
     total = sum(1 for _ in records(source, defaults))
@@ -62,7 +63,7 @@ def run(
     waiting = (record for record in records(source, defaults) if record.id not in done)
     taken: dict[int, Record] = {}
     quiet = console if cluster.is_first() else Console(quiet=True)
-    with cluster.results(target) as file, Report(quiet, total, len(done)) as report:
+    with _named(target), cluster.results(target) as file, Report(quiet, total, len(done)) as report:
 
         def write(record: Record, request: RequestOutput) -> None:
             file.write(json_line(_line(record, request)) + "\n")
@@ -85,6 +86,16 @@ def run(
             message = f"; {report.done} of {total} results are in {target}, and the same command "
             raise KeyboardInterrupt(message + "goes on from there") from None
     return report.failed + sum(failed for failed in done.values())
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Adds a file's name to an error of writing it, such as a full disk's, which has none."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def records(source: Path, defaults: dict[str, Any]) -> Iterator[Record]:

@@ -261,6 +261,17 @@ def test_another_file_is_not_taken_for_results(engine, quiet, tmp_path):
         offline.run(engine, source, target, {}, quiet)
 
 
+def test_a_full_disk_is_named(engine, quiet, tmp_path, monkeypatch):
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("no /dev/full")
+    monkeypatch.setattr(offline.cluster, "results", lambda _: full.open("w", encoding="utf-8"))
+    source, target = _write(tmp_path / "in.jsonl", _rows(3)), tmp_path / "out.jsonl"
+    with pytest.raises(OSError, match=f"No space left on device: '{target}'"):
+        offline.run(engine, source, target, {}, quiet)
+    assert len(engine._loop) == 0 and engine._loop.pages.used == 0
+
+
 def test_the_window_of_open_requests_is_bounded(engine, quiet, tmp_path, monkeypatch):
     taken, most = set(), []
     add, forget = engine._loop.add, engine._loop._forget
