@@ -276,8 +276,7 @@ def test_public_names():
     import deepinfer_jax
 
     for name in deepinfer_jax.__all__:
-        if importlib.util.find_spec(deepinfer_jax._HOMES[name]) is None:
-            pytest.skip(f"{deepinfer_jax._HOMES[name]} is not written yet")
+        assert importlib.util.find_spec(deepinfer_jax._HOMES[name]) is not None, name
         assert getattr(deepinfer_jax, name).__name__ == name
     with pytest.raises(AttributeError, match="no_such_name"):
         deepinfer_jax.no_such_name  # noqa: B018
