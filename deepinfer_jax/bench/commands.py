@@ -14,21 +14,23 @@ Defaults of slices are the released width and one rank of 64. On a CPU give a sm
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
+
+from deepinfer_jax.bench.values import number, numbers, positive, shares
 
 TOKENS = "4k,8k,16k,32k,64k"
 REQUESTS = "16,32,64,128,256"
 
 
 def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser], None]) -> None:
-    """The parsers of `slice` and `plot` under `bench`."""
+    """The parsers of `slice`, `plot`, `prefill` and `idle` under `bench`."""
     parser = actions.add_parser("slice", help="layers, or one rank's share, at released width")
     parser.set_defaults(handler=_slice)
     parser.add_argument("phase", choices=("prefill", "decode"))
     parser.add_argument("--model", default="v41-flash", help="config file or shipped name")
     parser.add_argument("--layers", metavar="N,N", help="a layer slice of these layers")
-    parser.add_argument("--ranks", type=int, default=64, help="of the expert-parallel group")
+    parser.add_argument("--ranks", type=positive, default=64, help="of the expert-parallel group")
     parser.add_argument("--no-draft", action="store_true", help="no drafter in the step")
     parser.add_argument("--numerics", default="reference", help="reference, bf16 or float32")
     parser.add_argument("--replay", default="compact", help="prefill: full, mask or compact")
@@ -39,9 +41,9 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     parser.add_argument("--rows", default="1,3,6", metavar="N,N", help="decode: of a request")
     parser.add_argument("--context", default="8k", metavar="N", help="decode: tokens a request")
     parser.add_argument("--acceptance", metavar="A,A", help="decode: shares of drafts that stand")
-    parser.add_argument("--repeats", type=int, default=7, help="timed bursts")
-    parser.add_argument("--burst", type=int, default=10, help="steps a burst")
-    parser.add_argument("--side", type=int, default=8192, help="of the ceiling's matrices")
+    parser.add_argument("--repeats", type=positive, default=7, help="timed bursts")
+    parser.add_argument("--burst", type=positive, default=10, help="steps a burst")
+    parser.add_argument("--side", type=positive, default=8192, help="of the ceiling's matrices")
     parser.add_argument("--profile", metavar="DIR", help="profile a burst, report idle time")
     parser.add_argument("--trace", action="store_true", help="count only, run nothing")
     parser.add_argument("--out", metavar="F.jsonl", help="append the records")
@@ -56,16 +58,18 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     prefill.add_argument("--model", metavar="DIR", help="checkpoint folder; default: the demo")
     prefill.add_argument("--tokens", default="128,512", metavar="N,N", help="a step")
     prefill.add_argument("--prompt", default="128", metavar="N", help="tokens of a prompt")
-    prefill.add_argument("--requests", type=int, default=32, help="of a run")
-    prefill.add_argument("--runs", type=int, default=3)
+    prefill.add_argument("--requests", type=positive, default=32, help="of a run")
+    prefill.add_argument("--runs", type=positive, default=3)
     idle = actions.add_parser("idle", help="device idle time between the engine's decode steps")
     idle.set_defaults(handler=_idle)
     idle.add_argument("--model", metavar="DIR", help="checkpoint folder; default: the demo")
-    idle.add_argument("--ranks", type=int, help="drawn weights: a rank's share of --model's config")
-    idle.add_argument("--requests", type=int, default=256, help="at once")
+    idle.add_argument(
+        "--ranks", type=positive, help="drawn weights: a rank's share of --model's config"
+    )
+    idle.add_argument("--requests", type=positive, default=256, help="at once")
     idle.add_argument("--prompt", default="128", metavar="N", help="tokens of a prompt")
     idle.add_argument("--context", default="1k", metavar="N", help="room a request has")
-    idle.add_argument("--steps", type=int, default=50, help="decode steps to profile")
+    idle.add_argument("--steps", type=positive, default=50, help="decode steps to profile")
     idle.add_argument("--speculate", type=int, metavar="K", help="draft tokens a step, 0: off")
     idle.add_argument("--profile", required=True, metavar="DIR", help="where the profile goes")
     for one in (prefill, idle):
@@ -88,7 +92,7 @@ def _slice(options: argparse.Namespace) -> int:
     part = sweeps.Part(
         ModelConfig.from_json(shipped.find("models", options.model)),
         Numerics.preset(options.numerics, replay=replay),
-        None if options.layers is None else tuple(numbers("--layers", options.layers)),
+        None if options.layers is None else tuple(numbers("--layers", options.layers, 0)),
         options.ranks,
         not options.no_draft,
         Kernels.parse(options.kernels),
@@ -97,11 +101,11 @@ def _slice(options: argparse.Namespace) -> int:
     profile = None if options.acceptance is None else shares(options.acceptance)
     if decode:
         widths = numbers("--rows", options.rows)
-        (context,) = numbers("--context", options.context)
+        context = number("--context", options.context)
         requests = numbers("--requests", options.requests)
         points = sweeps.decode(part, requests, widths, context, profile)
     else:
-        (prompt,) = numbers("--prompt", options.prompt)
+        prompt = number("--prompt", options.prompt)
         points = sweeps.prefill(part, numbers("--tokens", options.tokens), prompt)
     common = _started(options) | {"model": options.model, "acceptance": profile}
     if options.trace:
@@ -133,7 +137,7 @@ def _prefill(options: argparse.Namespace) -> int:
     from deepinfer_jax.config import Numerics
     from deepinfer_jax.runtime.engine import LLM
 
-    (width,) = numbers("--prompt", options.prompt)
+    width = number("--prompt", options.prompt)
     shapes = [(count // width, width) for count in numbers("--tokens", options.tokens)]
     if not all(sequences for sequences, _ in shapes):
         raise ValueError(f"--tokens {options.tokens}: expected at least one prompt of {width}")
@@ -155,8 +159,8 @@ def _idle(options: argparse.Namespace) -> int:
     from deepinfer_jax.runtime.engine import LLM, Shapes
     from pallas_kernels import Kernels
 
-    (prompt,) = numbers("--prompt", options.prompt)
-    (context,) = numbers("--context", options.context)
+    prompt = number("--prompt", options.prompt)
+    context = number("--context", options.context)
     numerics = Numerics.preset(options.numerics, replay=options.replay)
     common = _started(options) | {"model": options.model, "ranks": options.ranks}
     source: Any = options.model or demo.checkpoint()
@@ -187,25 +191,3 @@ def _started(options: argparse.Namespace) -> dict[str, Any]:
     for notice in platform.ready(request).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
     return {"command": sweeps.command(), "environment": measure.environment()}
-
-
-def numbers(option: str, text: str) -> list[int]:
-    """ "4k,100" -> [4096, 100]; raises ValueError naming the option."""
-    found = []
-    for part in text.lower().split(","):
-        digits = part.strip().removesuffix("k")
-        if not digits.isdigit():
-            raise ValueError(f"{option} {text}: expected numbers such as 256 or 4k, with commas")
-        found.append(int(digits) * (1024 if part.strip().endswith("k") else 1))
-    return found
-
-
-def shares(text: str) -> Sequence[float]:
-    """ "0.8,0.5" -> [0.8, 0.5]; raises ValueError."""
-    try:
-        found = [float(part) for part in text.split(",")]
-    except ValueError:
-        found = [-1.0]
-    if not all(0 <= share <= 1 for share in found):
-        raise ValueError(f"--acceptance {text}: expected shares between 0 and 1, with commas")
-    return found

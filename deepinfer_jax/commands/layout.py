@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from deepinfer_jax.bench.values import natural, number, positive
+
 COMPILE_SECONDS = 3600.0
 TABLE_WIDTH = 240
 
@@ -24,10 +26,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         action.add_argument("--model", default="v41-flash", help="config file or shipped name")
         action.add_argument("--axis", action="append", default=[], metavar="NAME=SIZE")
         if name == "show":
-            action.add_argument("--depth", type=int, default=3)
+            action.add_argument("--depth", type=positive, default=3)
         if name == "compare":
             action.add_argument("--devices", required=True, metavar="KINDxN", help="e.g. h200x64")
-            action.add_argument("--batch", type=int, default=256, help="sequences, all devices")
+            action.add_argument(
+                "--batch", type=positive, default=256, help="sequences, all devices"
+            )
             action.add_argument("--context", default="8k", help="tokens; 8k and 128k are read")
             action.add_argument("--phase", default="decode", choices=("decode", "prefill"))
             action.add_argument("--numerics", default="reference")
@@ -44,10 +48,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def _balance_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(handler=_balance)
     parser.add_argument("trace", metavar="F.npz", help="of `generate --record-experts F.npz`")
-    parser.add_argument("--shards", type=int, required=True, help="devices that hold the experts")
-    parser.add_argument("--spare", type=int, default=0, help="slots for replicas, all shards")
-    parser.add_argument("--interval", type=int, default=100, help="steps between two placements")
-    parser.add_argument("--window", type=int, default=100, help="steps a placement is chosen from")
+    parser.add_argument(
+        "--shards", type=positive, required=True, help="devices that hold the experts"
+    )
+    parser.add_argument("--spare", type=natural, default=0, help="slots for replicas, all shards")
+    parser.add_argument(
+        "--interval", type=positive, default=100, help="steps between two placements"
+    )
+    parser.add_argument(
+        "--window", type=positive, default=100, help="steps a placement is chosen from"
+    )
     parser.add_argument("--json", action="store_true")
 
 
@@ -104,8 +114,7 @@ def run(options: argparse.Namespace) -> int:
         return commands.show(layouts[0], declared, console, options.depth)
     if options.action == "diff":
         return commands.diff(layouts[0], layouts[1], declared, console)
-    context = options.context.lower()
-    tokens = int(context[:-1]) * 1024 if context.endswith("k") else int(context)
+    tokens = number("--context", options.context)
     numerics = Numerics.preset(options.numerics)
 
     def build(layout: Any) -> commands.Case:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import cli, shipped
-from deepinfer_jax.bench import commands, counts, drawn, measure, plots, slices, sweeps
+from deepinfer_jax.bench import counts, drawn, measure, plots, slices, sweeps, values
 from deepinfer_jax.bench.counts import Rows
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.spec import Param
@@ -249,5 +249,5 @@ def test_rates_are_of_what_is_needed() -> None:
     assert found["of_floor"] == found["of_memory"]
     many = slices.layers(RELEASED, [21], Numerics(), Rows(1, 4096))
     assert measure.reached(many, 0.1, best)["bound"] == "arithmetic"
-    assert commands.numbers("--tokens", "4k,100") == [4096, 100]
+    assert values.numbers("--tokens", "4k,100") == [4096, 100]
     assert counts.accepted([1.0, 1.0]) == 3
