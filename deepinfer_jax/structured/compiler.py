@@ -26,12 +26,13 @@ import numpy as np
 
 from deepinfer_jax.structured import ebnf, host, network, regex
 from deepinfer_jax.structured.dfa import determinise, embed
-from deepinfer_jax.structured.errors import Budget, GrammarError, Limits, TierError
+from deepinfer_jax.structured.errors import Budget, GrammarError, Limits, TierError, reason_of
 from deepinfer_jax.structured.grammar import Grammar, Report, pack
 from deepinfer_jax.structured.nfa import ENTRY, Choice, Nfa, Text, Tree
 from deepinfer_jax.structured.pushdown import DONE, START, pushdown
 from deepinfer_jax.structured.ranges import utf8_paths
 from deepinfer_jax.structured.schema import emit
+from deepinfer_jax.structured.schema.document import check_values
 from deepinfer_jax.structured.stack import StackMachine, Steering, merge, prune, steer
 from deepinfer_jax.structured.tokens import (
     NEVER,
@@ -64,6 +65,7 @@ class _Spec:
             )
         value = spec[kinds[0]]
         _check_value(kinds[0], value)
+        check_values(value)
         if len(json.dumps(value)) > limits.spec_bytes:
             raise GrammarError(f"structured {kinds[0]} is longer than {limits.spec_bytes} bytes")
         trigger = spec.get("trigger", ())
@@ -210,27 +212,24 @@ def _compile(spec: _Spec, key: str, vocabulary: Vocabulary, limits: Limits) -> G
     begin, budget = time.monotonic(), Budget(limits)
     warnings: tuple[str, ...] = ()
     host_text: str | None = None
-    try:
-        graphs, fallback = _sources(spec, budget)
-        reasons = []
-        for graph in graphs:
-            try:
-                nfa, warnings = graph()
-                report, block, classes = _tables(nfa, vocabulary, spec, budget)
-                if reasons:
-                    report = dataclasses.replace(report, reason=f"with more calls: {reasons[0]}")
-                break
-            except TierError as error:
-                reasons.append(str(error))
-        else:
-            reason = reasons[0] if len(set(reasons)) == 1 else "; ".join(reasons)
-            try:
-                host_text = fallback()
-            except GrammarError as error:
-                raise GrammarError(f"{error} (device tiers: {reason})") from None
-            report, block, classes = _host(host_text, reason, vocabulary)
-    except RecursionError:
-        raise GrammarError(f"structured {spec.kind} is nested too deeply") from None
+    graphs, fallback = _sources(spec, budget)
+    reasons = []
+    for graph in graphs:
+        try:
+            nfa, warnings = graph()
+            report, block, classes = _tables(nfa, vocabulary, spec, budget)
+            if reasons:
+                report = dataclasses.replace(report, reason=f"with more calls: {reasons[0]}")
+            break
+        except TierError as error:
+            reasons.append(str(error))
+    else:
+        reason = reasons[0] if len(set(reasons)) == 1 else "; ".join(reasons)
+        try:
+            host_text = fallback()
+        except GrammarError as error:
+            raise GrammarError(f"{error} (device tiers: {reason})") from None
+        report, block, classes = _host(host_text, reason, vocabulary)
     report = dataclasses.replace(report, seconds=time.monotonic() - begin, warnings=warnings)
     return Grammar(key, report, block, classes, spec.trigger, host_text)
 
@@ -287,16 +286,24 @@ def compile(
 
     spec: one of regex, json_schema, ebnf, choice, json; optional trigger (token ids after which the
     grammar starts) and lenient (ignore unsupported schema keywords, with warnings). Raises
-    `GrammarError`, one line that names the place.
+    `GrammarError` and nothing else, one line that names the place.
     """
     limits = limits or Limits()
-    read = _Spec.read(spec, vocabulary.width, limits)
-    key = read.key(vocabulary, limits)
+    what = " ".join(("structured", *(kind for kind in KINDS if kind in spec)))
+    try:
+        read = _Spec.read(spec, vocabulary.width, limits)
+        key = read.key(vocabulary, limits)
 
-    def make() -> Grammar:
-        return _compile(read, key, vocabulary, limits)
+        def make() -> Grammar:
+            return _compile(read, key, vocabulary, limits)
 
-    return cache.get(key, make) if cache else make()
+        return cache.get(key, make) if cache else make()
+    except GrammarError:
+        raise
+    except RecursionError:
+        raise GrammarError(f"{what} is nested too deeply") from None
+    except Exception as error:  # what a request holds must not end the requests beside it
+        raise GrammarError(f"{what}: {reason_of(error)}") from error
 
 
 class Compiler:

@@ -190,8 +190,11 @@ class _Parser:
             match = _BOUNDS.match(self.text, self.at)
             if not match:
                 raise self.error("expected {n}, {n,} or {n,m}")
-            low = int(match[1])
-            high = low if not match[2] else None if match[3] in (None, "-1") else int(match[3])
+            try:
+                low = int(match[1])
+                high = low if not match[2] else None if match[3] in (None, "-1") else int(match[3])
+            except ValueError:  # int reads 4300 digits
+                raise self.error("the bound of a repetition has too many digits") from None
             if high is not None and high < low:
                 raise self.error("lower bound of a repetition is above its upper bound")
             self.at = match.end()

@@ -41,6 +41,16 @@ class PoolFullError(RuntimeError):
     """No room in the device pool: retry when a grammar is released, or use the host tier."""
 
 
+def reason_of(error: Exception) -> str:
+    """What a request that ended with this error is told, on one line: the message of a
+    `GrammarError`; of an error that nobody foresaw its type too, and no more than its first line.
+    """
+    if isinstance(error, GrammarError):
+        return str(error)
+    first = next(iter(str(error).splitlines()), "")
+    return f"{type(error).__name__}: {first[:300]}".removesuffix(": ")
+
+
 @dataclasses.dataclass(frozen=True)
 class Limits:
     """spec_bytes: length of a regex, schema or EBNF text. repeat: largest bound of a repetition.

@@ -236,6 +236,8 @@ def _read(pattern: str, search: bool) -> tuple[_Reader, Tree, int]:
         parsed = sre_parser.parse(pattern)
     except (re.error, OverflowError, RecursionError, FutureWarning) as error:
         raise RegexError(f"regex {pattern!r}: {error}") from None
+    except ValueError:  # int reads 4300 digits
+        raise RegexError("regex: the bound of a repetition has too many digits") from None
     reader = _Reader(pattern, search)
     return reader, reader.sequence(parsed, parsed.state.flags), parsed.state.flags
 

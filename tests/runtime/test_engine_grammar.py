@@ -11,6 +11,7 @@ import jsonschema
 import pytest
 
 import deepinfer_jax as dj
+from deepinfer_jax.structured import network
 from tests.runtime.runs import same, scarce
 from tests.runtime.small_model import CONTEXT
 
@@ -134,12 +135,53 @@ def test_preemption_keeps_the_place_in_a_grammar(llm, prompts):
     assert all(re.fullmatch(pattern, out.outputs[0].text) for out in wanted)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(depth):
+        schema = {"items": schema}
+    return schema
+
+
+def schema(value: Any, message: str) -> tuple[dict[str, Any], str]:
+    return {"json_schema": value}, f"json_schema at '#{message}"
+
+
+# What `SamplingParams` accepts and no grammar can be made of, and what it is told.
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"regex": "a("}, "unterminated subpattern"),
+    ({"ebnf": "x"}, "ebnf line 1, column 2"),
+    schema('{"maxLength": 1e999}', "/maxLength': maxLength must be a whole number"),
+    schema({"maxItems": float("inf")}, "/maxItems': maxItems must be a whole number"),
+    schema({"properties": {1: {}}}, "/properties': key 1 must be a string"),
+    schema({"const": {"a": {2: 3}}}, "/const/a': key 2 must be a string"),
+    schema({"$id": "http://[bad", "$ref": "#"}, "/$ref': reference '#' from 'http://[bad' is no"),
+    schema({"$id": "http://[bad#x"}, "/$id': not an address"),
+    ({"json_schema": nested(900)}, "structured json_schema is nested too deeply"),
+    ({"ebnf": f'root ::= "a"{{{"9" * 5000}}}'}, "column 13: the bound of a repetition"),
+    ({"regex": f"a{{{'9' * 5000}}}"}, "the bound of a repetition has too many digits"),
+]
+
+
 def test_bad_grammars_end_alone(llm, prompts):
-    specs = [{"regex": "a("}, KINDS["regex"], {"ebnf": "x"}]
-    params = [constrained(spec, n) for n, spec in enumerate(specs)]
-    outs = llm(invariant=True).generate(prompts(5, 6, 7), params)
-    assert [out.error is None for out in outs] == [False, True, False]
-    assert valid("regex", outs[1].outputs[0].text)
+    params = [constrained(spec, n) for n, (spec, _) in enumerate([(KINDS["regex"], ""), *BAD])]
+    good, *outs = llm(invariant=True).generate([prompts(5)[0]] * len(params), params)
+    assert good.error is None and valid("regex", good.outputs[0].text)
+    for (_, message), out in zip(BAD, outs, strict=True):
+        assert out.error is not None and message in out.error, (message, out.error)
+        assert "\n" not in out.error and len(out.error) < 300, message
+
+
+def test_a_fault_of_the_compiler_ends_one_request(llm, prompts, monkeypatch):
+    """What nobody foresaw is told by its type and its first line."""
+
+    def broken(*given: Any) -> Any:
+        raise KeyError("no such\nthing")
+
+    monkeypatch.setattr(network, "build", broken)
+    params = [constrained({"ebnf": 'root ::= "never seen"'}, 1), constrained(KINDS["regex"], 1)]
+    bad, good = llm(invariant=True).generate(prompts(5, 5), params)
+    assert bad.error == r"structured ebnf: KeyError: 'no such\nthing'"
+    assert good.error is None and valid("regex", good.outputs[0].text)
 
 
 def test_the_host_tier_waits_alone(llm, prompts):

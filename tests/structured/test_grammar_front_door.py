@@ -12,6 +12,10 @@ from deepinfer_jax.structured import GrammarError, Limits, Vocabulary, compiler,
 from deepinfer_jax.structured.grammar import Grammar
 from tests.structured.grammar_walk import ADDED, EOS, WIDTH, advance, mask, write_tokenizer
 
+NESTED: dict = {}
+for _ in range(3000):
+    NESTED = {"items": NESTED}
+
 
 @pytest.mark.parametrize(
     ("spec", "message"),
@@ -29,6 +33,12 @@ from tests.structured.grammar_walk import ADDED, EOS, WIDTH, advance, mask, writ
         ({"regex": "a", "trigger": list(range(17))}, "at most 16"),
         ({"regex": "a" * 1_000_001}, "longer than 1000000"),
         ({"ebnf": "root ::= " + "(" * 5000}, "nested too deeply"),
+        ({"json_schema": {"enum": [{1, 2}]}}, "'#/enum/0': JSON has no value of type set"),
+        ({"json_schema": {"default": b"x"}}, "'#/default': JSON has no value of type bytes"),
+        ({"json_schema": {"const": int}}, "'#/const': JSON has no value of type type"),
+        ({"json_schema": {"examples": [(1, 1j)]}}, "'#/examples/0/1': JSON has no value of type c"),
+        ({"json_schema": {"minimum": 10**5000}}, "structured json_schema: ValueError: Exceeds"),
+        ({"json_schema": NESTED}, "structured json_schema is nested too deeply"),
     ],
 )
 def test_bad_requests(spec, message, walker):

@@ -44,7 +44,8 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value == int(value)
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return whole and not isinstance(value, bool) and value >= 0
 
 
 def _is_text_list(value: Any) -> bool:
@@ -95,6 +96,20 @@ def escape(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 
+def check_values(value: Any, pointer: str = "") -> None:
+    """Raises `SchemaError` for the first part of a value that JSON has no form for."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise SchemaError(pointer, f"key {key!r} must be a string")
+            check_values(inner, f"{pointer}/{escape(key)}")
+    elif isinstance(value, list | tuple):
+        for at, inner in enumerate(value):
+            check_values(inner, f"{pointer}/{at}")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise SchemaError(pointer, f"JSON has no value of type {type(value).__name__}")
+
+
 @dataclasses.dataclass
 class Document:
     """root: the parsed schema. warnings: what was ignored."""
@@ -124,8 +139,12 @@ class Document:
     def _index(self, pointer: str, schema: Any, base: str) -> None:
         """Record the base address of each subschema, and where ids and anchors are."""
         if isinstance(schema.get("$id") if isinstance(schema, dict) else None, str):
-            base = urljoin(base, schema["$id"])
-            self._resource.setdefault(urldefrag(base)[0], pointer)
+            try:
+                base = urljoin(base, schema["$id"])
+                address = urldefrag(base)[0]
+            except ValueError as error:
+                raise SchemaError(f"{pointer}/$id", f"not an address: {error}") from None
+            self._resource.setdefault(address, pointer)
         if pointer == "":
             self._resource.setdefault(base, pointer)
         self._base[pointer] = base
@@ -189,11 +208,15 @@ class Document:
     def resolve(self, pointer: str) -> str:
         """Where the ``$ref`` of the subschema at a pointer leads."""
         reference = self.at(pointer)["$ref"]
-        place = f"{pointer}/$ref"
-        target = urljoin(self._base.get(pointer, ""), reference)
-        if reference.startswith("#"):  # urljoin drops the fragment of some schemes
-            target = urldefrag(self._base.get(pointer, ""))[0] + reference
-        address, fragment = urldefrag(target)
+        place, base = f"{pointer}/$ref", self._base.get(pointer, "")
+        try:
+            target = urljoin(base, reference)
+            if reference.startswith("#"):  # urljoin drops the fragment of some schemes
+                target = urldefrag(base)[0] + reference
+            address, fragment = urldefrag(target)
+        except ValueError as error:
+            what = f"reference {reference!r} from {base!r}"
+            raise SchemaError(place, f"{what} is no address: {error}") from None
         fragment = unquote(fragment)
         if fragment and not fragment.startswith("/"):
             found = self._resource.get(f"{address}#{fragment}")
