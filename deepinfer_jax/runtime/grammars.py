@@ -121,12 +121,20 @@ class Grammars:
             state = _advance(self.pool, state, np.int32(token))
         return jax.device_get(state) if tokens else state
 
-    def write_masks(self, samples: Sequence[Sample]) -> None:
-        """What the host-tier samples of a step may produce in it."""
+    def write_masks(self, samples: Sequence[Sample]) -> list[tuple[Sample, str]]:
+        """What the host-tier samples of a step may produce in it; those whose matcher says
+        nothing any more, and why: what the step gives them counts for nothing."""
+        faults = []
         for sample in samples:
-            if sample.matcher is not None:
+            if sample.matcher is None:
+                continue
+            try:
                 packed = sample.matcher.mask()
-                self.pool = self._manager.write_mask(self.pool, sample.grammar_row, packed)
+            except GrammarError as error:
+                faults.append((sample, str(error)))
+                continue
+            self.pool = self._manager.write_mask(self.pool, sample.grammar_row, packed)
+        return faults
 
     def release(self, sample: Sample) -> None:
         """Lets go of a sample's grammar, if it has one."""

@@ -234,7 +234,7 @@ class Loop:
         samples = tuple(self._samples[item.request] for item in step.work)
         if not samples:
             return Flight(step, (), [], None)
-        self.grammars.write_masks(samples)
+        faults = self.grammars.write_masks(samples)
         slots = [item.slot for item in step.work]
         groups, size = step.shape if step.prefill else self._bucket(samples, slots)
         places = self.pages.places(slots, groups)
@@ -242,6 +242,9 @@ class Loop:
         run = self._prefill if step.prefill else self._decode
         output = run(groups, size, work, samples)
         leaving([leaf for leaf in jax.tree.leaves(output) if leaf.size])
+        for sample, error in faults:  # they are in the step, which was planned with them
+            self.scheduler.abort(sample.number)
+            self._drop(sample, error)
         return Flight(step, samples, places, output)
 
     def options_for(self, samples: tuple[Sample, ...], score: bool) -> Options:

@@ -17,6 +17,7 @@ from deepinfer_jax.runtime.plans import Chunk, Outcome, Turn
 from deepinfer_jax.runtime.requests import Sample, entry
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
 from deepinfer_jax.runtime.step_types import StepOutput
+from deepinfer_jax.structured import GrammarError
 
 Group = tuple[int, Any, Sample]  # of a step: its place, its `Chunk` or `Turn`, and whose it is
 
@@ -36,7 +37,11 @@ def read_tokens(sample: Sample, found: StepOutput, place: int) -> Outcome:
             ids, values = found.top_ids[place, at], found.top_logprobs[place, at]
             logprobs = entry(token, found.logprob[place][at], ids, values, wanted)
         if sample.matcher is not None:
-            sample.matcher.accept(token)
+            try:
+                sample.matcher.accept(token)
+            except GrammarError as error:
+                sample.fail(str(error))
+                return Outcome(count, True)
         if sample.push(token, logprobs):
             return Outcome(count, True)
     if found.failed[place]:

@@ -1,21 +1,24 @@
 """The host tier: llguidance computes the mask of one sequence between steps.
 
 It runs what the device tiers decline: grammars that are not deterministic, and very large ones.
-Such a request is decoded at verify width 1 and waits for its own mask; see `compile.compile_spec`.
-llguidance (MIT) is the optional extra ``grammar``.
+Such a request is decoded at verify width 1 and waits for its own mask; see `compiler`. llguidance
+(MIT) is the optional extra ``grammar``. What it raises is a `GrammarError` here: the end of that
+request and of no other.
 
 A matcher that has reached its end accepts EOS without recording it, so EOS is counted here and
 never reaches it. Its vocabulary is ours: texts only, every added token is special, and the tail of
 the logits past the tokenizer is cut off again after each mask.
 """
 
+import contextlib
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from jaxtyping import UInt16, UInt32
 
-from deepinfer_jax.structured.errors import GrammarError
+from deepinfer_jax.structured.errors import GrammarError, reason_of
 from deepinfer_jax.structured.grammar import Grammar
 from deepinfer_jax.structured.vocabulary import Vocabulary
 
@@ -73,10 +76,21 @@ def grammar_text(kind: str, source: str) -> str:
     return text
 
 
+@contextlib.contextmanager
+def _faults() -> Iterator[None]:
+    try:
+        yield
+    except GrammarError:
+        raise
+    except Exception as error:
+        raise GrammarError(f"host tier: {reason_of(error)}") from error
+
+
 class HostMatcher:
     """The grammar of one host-tier sequence; not for two threads at once.
 
-    vocabulary: the one the grammar was compiled with.
+    vocabulary: the one the grammar was compiled with. Every method raises `GrammarError` where
+    llguidance can go no further.
     """
 
     def __init__(self, grammar: Grammar, vocabulary: Vocabulary):
@@ -84,7 +98,8 @@ class HostMatcher:
             raise ValueError(f"tier {grammar.report.tier} runs on the device, it has no matcher")
         self._eos = frozenset(vocabulary.eos)
         self._width = vocabulary.width
-        self._matcher = library().LLMatcher(_tokenizer(vocabulary), grammar.host)
+        with _faults():
+            self._matcher = library().LLMatcher(_tokenizer(vocabulary), grammar.host)
         self._trigger = list(grammar.trigger)
         self._seen: list[int] = []
         self._text = np.zeros(-(-self._width // 32) * 32, bool)
@@ -106,7 +121,8 @@ class HostMatcher:
         words = -(-self._width // 32)
         if self.free:
             return np.full(words, 2**32 - 1, np.uint32)
-        found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
+        with _faults():
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
         self._check()
         bits = np.unpackbits(found, bitorder="little")[: len(self._text)].astype(bool)
         bits = np.pad(bits, (0, len(self._text) - len(bits))) & self._text
@@ -125,7 +141,8 @@ class HostMatcher:
         if token in self._eos:
             self.ended = self._matcher.is_accepting()
             return self.ended
-        return self._matcher.try_consume_tokens([token]) == 1
+        with _faults():
+            return self._matcher.try_consume_tokens([token]) == 1
 
 
 def token_classes(vocabulary: Vocabulary) -> UInt16[np.ndarray, " vocabulary"]:

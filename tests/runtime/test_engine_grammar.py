@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 import deepinfer_jax as dj
-from deepinfer_jax.structured import network
+from deepinfer_jax.structured import HostMatcher, network
 from tests.runtime.runs import same, scarce
 from tests.runtime.small_model import CONTEXT
 
@@ -182,6 +182,50 @@ def test_a_fault_of_the_compiler_ends_one_request(llm, prompts, monkeypatch):
     bad, good = llm(invariant=True).generate(prompts(5, 5), params)
     assert bad.error == r"structured ebnf: KeyError: 'no such\nthing'"
     assert good.error is None and valid("regex", good.outputs[0].text)
+
+
+class Breaking:
+    """A matcher of llguidance with a method that raises when it is called once too often."""
+
+    def __init__(self, matcher: Any, method: str, good: int):
+        self._matcher, self._method, self._left = matcher, method, good
+
+    def __getattr__(self, name: str) -> Any:
+        if name == self._method:
+            self._left -= 1
+            if self._left < 0:
+                raise RuntimeError("too\ncomplex")
+        return getattr(self._matcher, name)
+
+
+@pytest.mark.parametrize(
+    ("method", "good"), [("compute_bitmask", 0), ("compute_bitmask", 3), ("try_consume_tokens", 2)]
+)
+def test_a_fault_of_a_matcher_ends_one_request(method, good, llm, prompts, monkeypatch):
+    """At its first token and later, while others are at every stage; they get what they got."""
+    pytest.importorskip("llguidance", reason="the host tier is the extra 'grammar'")
+    engine, work = llm(invariant=True), prompts(5, 40, 12, 4)
+    long = {"ebnf": 'root ::= "c"{40} half\nhalf ::= "a" half "a" | "b" half "b" | ""'}
+    params = [constrained(spec, 3, max_tokens=60) for spec in (PALINDROME, KINDS["regex"], long)]
+    params.append(FREE)
+    wanted = engine.generate(work, params, strict=True)
+    start = HostMatcher.__init__
+
+    def breaking(self: HostMatcher, grammar: Any, vocabulary: Any) -> None:
+        start(self, grammar, vocabulary)
+        if "c" in grammar.host:
+            self._matcher = Breaking(self._matcher, method, good)
+
+    monkeypatch.setattr(HostMatcher, "__init__", breaking)
+    found = engine.generate(work, params)
+    assert found[2].error == "host tier: RuntimeError: too"
+    sample = found[2].outputs[0]
+    assert sample.finish_reason == "error" and len(sample.token_ids) == good
+    assert sample.token_ids == wanted[2].outputs[0].token_ids[:good]
+    for number in (0, 1, 3):
+        same(found[number : number + 1], wanted[number : number + 1])
+    assert len(engine._loop) == 0 and engine._loop.pages.used == 0
+    assert not engine._loop.grammars._held
 
 
 def test_the_host_tier_waits_alone(llm, prompts):
