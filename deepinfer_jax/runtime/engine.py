@@ -158,13 +158,13 @@ class LLM:
             warmup.compile_all(loop, logprobs=logprobs, scores=scores)
 
     def save_prefixes(self) -> None:
-        """Writes the cached prompts to `PrefixPolicy.folder`, where a later engine finds them.
-
-        Raises ValueError while requests are in flight or without such a folder.
+        """Writes the cached prompts to `PrefixPolicy.folder`, where a later engine finds them; not
+        those of a replica that has failed. Raises ValueError while requests are in flight or
+        without such a folder.
         """
         if len(self._loop):
             raise ValueError("save_prefixes: requests are in flight")
-        loops = (self._loop,) if isinstance(self._loop, Split) else self._loops
+        loops = self._loop.groups if isinstance(self._loop, Replicas) else [self._loop]
         for prefix in [loop.prefix for loop in loops]:
             if prefix is None or prefix.policy.folder is None:
                 raise ValueError("save_prefixes: prefix_cache has no folder")

@@ -121,9 +121,13 @@ class Loop:
 
         identity: of cached prompts, which are those of one set of weights.
         """
+        self.renew(weights, identity)
+        self.reset()
+
+    def renew(self, weights: Weights, identity: bytes) -> None:
+        """Takes other weights before a `reset`, which it needs."""
         self.programs.weights = weights
         self._identity, self.prefix = identity, None
-        self.reset()
 
     def empty_state(self) -> states.State:
         """The state of free slots."""
@@ -199,7 +203,9 @@ class Loop:
         self.state = None
         for sample in samples:
             self.mover.forget(sample.number)
-        return samples
+            if sample.finished:  # in the step whose reading was broken off
+                sample.close()
+        return [sample for sample in samples if not sample.finished]
 
     def buckets(self) -> dict[int, tuple[int, ...]]:
         """Compiled decode shapes: groups -> row counts."""

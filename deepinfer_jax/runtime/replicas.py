@@ -53,6 +53,7 @@ class _Replica:
     given: int = 0
     moved: int = 0
     failure: str | None = None
+    stale: bool = False  # its weights are not those of the others
     queue: int | None = None  # as of this turn
     watched: Any = None
     watch: concurrent.futures.Future[Any] | None = None
@@ -165,10 +166,18 @@ class Replicas:
             loop.reset()
 
     def swap(self, weights: Weights, identity: bytes) -> None:
-        """Goes on with other weights, copied to each group."""
-        for loop in self.groups:
-            layout, there = loop.programs.setup.layout, groups.of(loop.programs.weights.norm)
-            loop.swap(groups.moved(weights, layout, there), identity)
+        """Goes on with other weights, copied to each group, also for when it is restarted."""
+        for one in self._all:
+            layout = one.loop.programs.setup.layout
+            there = groups.of(one.loop.programs.weights.norm)
+            if one.failure is None:
+                one.loop.swap(groups.moved(weights, layout, there), identity)
+                continue
+            try:
+                one.loop.renew(groups.moved(weights, layout, there), identity)
+                one.stale = False
+            except Exception:  # devices that are gone must not keep the others from going on
+                one.stale = True
 
     def stop(self, number: int, reason: str) -> None:
         """Takes a replica out of service; its samples go on in the others. Raises ValueError for
@@ -178,8 +187,11 @@ class Replicas:
             self._failed(one, reason)
 
     def restart(self, number: int) -> None:
-        """Puts a replica back into service, empty. Raises ValueError for one that there is not."""
+        """Puts a replica back into service, empty. Raises ValueError for one that there is not, and
+        for one whose devices could not take the weights of the last `swap`."""
         one = self._named(number)
+        if one.stale:
+            raise ValueError(f"replica {number}: its weights are those before the last swap")
         if one.failure is not None:
             one.loop.reset()
             one.failure = one.queue = None

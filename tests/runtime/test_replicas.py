@@ -6,15 +6,20 @@ Here all replicas share a device and so what is compiled; a slow test has them o
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import jax
+import numpy as np
 import pytest
 
 import deepinfer_jax as dj
+from converters import synthetic
+from deepinfer_jax.runtime import groups, reading
 from deepinfer_jax.runtime.handover import Group
 from deepinfer_jax.runtime.loop import Loop
+from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.scheduler import State
 from tests.runtime import small_model
 from tests.runtime.runs import bits, same, scarce
@@ -172,6 +177,100 @@ def test_a_replica_that_fails_loses_nothing(moment, llm, prompts):
     moves = sum(out.metrics.moves for out in outs)
     assert failed.failure is not None and moves == failed.moved - before[at].moved > 0
     same(several.generate(work[:1], params[:1]), want[:1])  # the replica serves again
+
+
+def test_what_has_ended_stays_ended(llm, prompts, monkeypatch):
+    """Reading a step breaks off after one of its two requests has ended: only the other moves."""
+    work, names = prompts(9, 9), ("routes",)
+    params = [
+        dj.SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=0)
+        for count in (6, 24)
+    ]
+    want = llm(invariant=True).generate(work, params, names, strict=True)
+    several, read, ended = engine(llm(invariant=True), 2, cached=False), reading.read_tokens, []
+
+    def breaks(sample: Any, found: Any, place: int) -> Any:
+        if len(ended) == 1 and ended[0] is found:
+            ended.append(found)
+            several.replicas.restart(1)
+            raise RuntimeError("device lost")
+        outcome = read(sample, found, place)
+        if outcome.finished:
+            ended.append(found)
+        return outcome
+
+    monkeypatch.setattr(reading, "read_tokens", breaks)
+    several.replicas.stop(1, "a word from outside")
+    outs = several.generate(work, params, names, strict=True)
+    failed = several.replicas.report()[0].failure
+    several.replicas.restart(0)
+    assert failed == "RuntimeError: device lost"
+    assert [out.metrics.moves for out in outs] == [0, 1]
+    same(outs, want)
+    for out, one in zip(outs, want, strict=True):
+        for layer, rows in one.outputs[0].captured["routes"].items():
+            np.testing.assert_array_equal(out.outputs[0].captured["routes"][layer], rows)
+
+
+@pytest.fixture(scope="module")
+def changed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint of the same model with other weights."""
+    return synthetic.write(tmp_path_factory.mktemp("changed") / "m", small_model.CONFIG, seed=8)
+
+
+def test_a_restarted_replica_has_the_newest_weights(llm, prompts, folder, changed, monkeypatch):
+    work, params = requests(prompts)
+    several = engine(llm(invariant=True), 2, cached=True)
+
+    def by(number: int) -> list[Any]:
+        """Of one replica alone."""
+        several.replicas.restart(number)
+        several.replicas.stop(1 - number, "a word from outside")
+        return several.generate(work[6:7], params[3], strict=True)
+
+    old = by(1)
+    same(by(0), old)
+    several.swap_weights(changed)
+    new = by(1)
+    same(by(0), new)
+    assert new[0].outputs[0].token_ids != old[0].outputs[0].token_ids
+    one, other = (loop.prefix for loop in several._loops)
+    assert one is not None and other is not None and one._identity == other._identity
+    moved, calls = groups.moved, []
+
+    def lost(*given: Any) -> Any:
+        calls.append(given)
+        if len(calls) == 2:
+            raise RuntimeError("device lost")
+        return moved(*given)
+
+    with monkeypatch.context() as patch:  # the second replica is not there, the first goes on
+        patch.setattr(groups, "moved", lost)
+        several.swap_weights(folder)
+    with pytest.raises(ValueError, match="replica 1: its weights are those before the last swap"):
+        several.replicas.restart(1)
+    same(several.generate(work[6:7], params[3], strict=True), old)
+    several.swap_weights(folder)
+    same(by(1), old)
+    several.replicas.restart(0)
+
+
+def test_prefixes_of_the_replicas_that_serve_are_saved(llm, prompts, tmp_path):
+    model = llm(invariant=True).model
+    several = dj.LLM(
+        model,
+        replicas=2,
+        devices=list(model.devices) * 2,
+        max_slots=4,
+        max_context=small_model.CONTEXT,
+        shapes=small_model.SHAPES,
+        prefix_cache=PrefixPolicy(every=1, folder=tmp_path),
+    )
+    several.generate(prompts(140, 150), dj.SamplingParams(max_tokens=4), strict=True)
+    assert all(one.prefix is not None and one.given for one in several.replicas.report())
+    several.replicas.stop(1, "a word from outside")
+    several.save_prefixes()
+    assert len(list(tmp_path.rglob("*.page"))) == 1
 
 
 def test_what_is_left_when_the_last_one_fails(llm, prompts):
