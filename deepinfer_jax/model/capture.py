@@ -39,6 +39,7 @@ NAMES = frozenset(
         "index_keys",
     ]
 )
+ROW_NAMES = NAMES - {"compressed_kv", "index_keys"}  # those with one entry a row
 
 
 class Capture:

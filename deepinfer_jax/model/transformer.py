@@ -41,7 +41,7 @@ from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.block import BlockWeights, Hidden
 from deepinfer_jax.model.cache import PAGE, Cache
-from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.capture import ROW_NAMES, Capture
 from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.norm import rms_norm
@@ -110,8 +110,8 @@ def forward(
     lengths: Int32[Array, " batch"],
     capture: Sequence[str] = (),
 ) -> tuple[Float32[Array, "batch seq vocab"], dict[str, dict[int, Array]]]:
-    """Logits of whole sequences and the captured intermediates (rows reshaped to [batch, seq,
-    ...]).
+    """Logits of whole sequences and the captured intermediates ([batch, seq, ...], those without
+    an entry a row [batch, entries, ...]).
 
     Places at or past a sequence's length are padding: they influence nothing and their logits mean
     nothing. Under a layout sequences are spread over the shards of "slots".
@@ -128,12 +128,14 @@ def forward(
         recorder.add("logits", setup.cfg.num_hidden_layers, logits)
 
         def unpack(value: Array) -> Array:
-            if value.shape[0] != rows.size:
-                return value
             value = context.together(rows, value)
             return value.reshape(*tokens.shape, *value.shape[1:])[:, :length]
 
-        return unpack(logits), jax.tree.map(unpack, recorder.found)
+        found = {
+            name: jax.tree.map(unpack, layers) if name in ROW_NAMES else layers
+            for name, layers in recorder.found.items()
+        }
+        return unpack(logits), found
 
     return _over_sequences(setup, local, weights, tokens, lengths)
 

@@ -19,6 +19,7 @@ from typing import Any
 from deepinfer_jax import demo, structured
 from deepinfer_jax.config import Numerics
 from deepinfer_jax.layout import Layout
+from deepinfer_jax.model.capture import ROW_NAMES
 from deepinfer_jax.runtime import ahead, build, checkpoint, groups, noise, remote, reply, warmup
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
@@ -30,7 +31,7 @@ from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.replicas import Replicas
 from deepinfer_jax.runtime.requests import Sample
 from deepinfer_jax.runtime.sampling_params import SamplingParams
-from deepinfer_jax.runtime.step_types import ROW_NAMES, Options
+from deepinfer_jax.runtime.step_types import Options
 from deepinfer_jax.runtime.text import Tokenizer, conversation_ids
 from pallas_kernels import Kernels
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Int32
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import context
 from deepinfer_jax.model import rows as row_lists
-from deepinfer_jax.model.capture import NAMES, Capture
+from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
@@ -19,8 +19,6 @@ from deepinfer_jax.runtime import drafting
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured import Pool
-
-ROW_NAMES = NAMES - {"compressed_kv", "index_keys"}  # captures with one entry a row
 
 
 class Options(NamedTuple):
