@@ -7,7 +7,9 @@ its products and the bytes it has to read.
     mla_attention   4 r h d (w + k) FLOP;        each row reads its own w window and k selected rows
     grouped_gemm    2 n K N FLOP of the n rows in use;     reads the experts that n rows are likely
                     to hit, E (1 - (1 - 1/E)^n)
-    index_topk      2 g w h d T FLOP;            reads the T keys of each sequence once
+    index_topk      2 g w h d T FLOP;            reads the T keys of each sequence once; inside the
+                    candidate pool a row scores no more than the pool has, and a sequence reads no
+                    more than the pools of its rows
     row_matmul      2 r K N FLOP;                reads the weight once
     sinkhorn        as its reference: no products
 
@@ -95,16 +97,18 @@ class Costs:
         q, weights, keys, visible, candidates = args
         groups, width, heads, dim = q.shape
         entries = (keys[2] if isinstance(keys, tuple) else keys).shape[1]
+        scored = entries if candidates is None else min(entries, math.prod(kwargs["candidates"]))
+        part = min(1.0, width * scored / max(entries, 1))
         read = [_bytes(q), _bytes(weights)]
         if isinstance(keys, tuple):
-            share = min(1.0, groups * entries / keys[0].shape[0])
-            read += [_bytes(keys[0]) * share, _bytes(keys[1]) * share, _bytes(keys[2])]
+            share = min(1.0, groups * entries * part / keys[0].shape[0])
+            read += [_bytes(keys[0]) * share, _bytes(keys[1]) * share, _bytes(keys[2]) * part]
         else:
-            read.append(_bytes(keys))
+            read.append(_bytes(keys) * part)
         read.append(_bytes(visible))
         read += [_bytes(candidates)] if candidates is not None else []
         chosen = jax.ShapeDtypeStruct((groups, width, min(kwargs["k"], entries)), jnp.int32)
-        flop = {_kind(q): 2.0 * groups * width * heads * dim * entries}
+        flop = {_kind(q): 2.0 * groups * width * heads * dim * scored}
         if kwargs.get("pool") is None:
             return flop, read, chosen
         blocks = (groups, width, -(-entries // kwargs["pool"][0]))

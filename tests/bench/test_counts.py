@@ -144,6 +144,24 @@ def test_weight_bytes_against_the_traced_layers(rows: Rows) -> None:
     assert sum(one.needed.bytes[part] for part in listed) == pytest.approx(read, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    "rows", [Rows(2, 1, (128 << 10) - 1), Rows(2, 6, (128 << 10) - 6)], ids=str
+)
+@pytest.mark.parametrize(("layer", "whole"), [(20, True), (24, False)])
+def test_index_scores_are_priced_as_they_are_counted(layer: int, whole: bool, rows: Rows) -> None:
+    """The source of the candidate pool scores the whole context, later index layers the pool."""
+    one = slices.layers(RELEASED, [layer], Numerics(), rows)
+    costs = kernels.Costs()
+    program.measure(one.turn, arguments(one), costs)
+    (found,) = (cost for cost in costs.found if cost.name == "index_topk.select")
+    values, scales = found.read[2:4]
+    scored = rows.count * (128 << 10 if whole else 2048 * 8)
+    assert sum(found.flop.values()) == 2.0 * scored * 32 * 128
+    # A causal row sees up to five entries less than the last one.
+    assert sum(found.flop.values()) == pytest.approx(one.needed.flop["index scores"], rel=1e-4)
+    assert values + scales == pytest.approx(one.needed.bytes["index keys"])
+
+
 @pytest.mark.parametrize("layers", [6, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "phase", ["decode 6", "compact", *(slow(name) for name in ("decode 1", "decode 3", "full"))]
