@@ -271,7 +271,7 @@ class Layout:
         """What is legal but probably not meant, for tensors given as name -> (axes, shape, bytes).
 
         A tensor of at least ``large`` bytes that no rule shards although none of its axes is listed
-        with an empty rule; channels of the one KV head spread over a mesh axis.
+        with an empty rule.
         """
         found = []
         ruled = {logical for logical, _ in self.rules}
@@ -285,12 +285,6 @@ class Layout:
                 found.append(
                     f"{name}: {nbytes / 2**20:.0f} MiB replicated on {self.size} devices, no rule "
                     f"for any of its axes {tuple(named)}; write `axis = []` if that is meant"
-                )
-            if "kv" in named and self.mesh_axes("kv"):
-                found.append(
-                    f"{name}: the one KV head of {shape[list(axes).index('kv')]} channels is "
-                    f"split over {' x '.join(self.mesh_axes('kv'))} = {self.ways('kv')}; every "
-                    "attention score then needs an all-reduce"
                 )
         return found
 

@@ -156,6 +156,3 @@ def test_warnings(tmp_path):
     }
     (only,) = under.warnings(tensors)
     assert only.startswith("gate: 1024 MiB replicated on 8 devices, no rule for any of its axes")
-    split = read(tmp_path, TEXT.replace("embed = []", 'kv = "expert"'), data=2, expert=4)
-    (only,) = split.warnings({"wkv": (("kv", "embed"), (512, 8), 100)})
-    assert only.startswith("wkv: the one KV head of 512 channels is split over expert = 4")

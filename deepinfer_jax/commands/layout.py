@@ -97,6 +97,8 @@ def run(options: argparse.Namespace) -> int:
     from deepinfer_jax import shipped
     from deepinfer_jax.config import ModelConfig, Numerics
     from deepinfer_jax.lab import commands, devices, simulate
+    from deepinfer_jax.layout import PHASES
+    from deepinfer_jax.model import parallel
     from deepinfer_jax.runtime import priced
 
     console = Console()
@@ -111,6 +113,8 @@ def run(options: argparse.Namespace) -> int:
         return priced.parameters(cfg, layout)
 
     if options.action == "show":
+        for phase in PHASES:
+            parallel.check(layouts[0], cfg, phase)
         return commands.show(layouts[0], declared, console, options.depth)
     if options.action == "diff":
         return commands.diff(layouts[0], layouts[1], declared, console)

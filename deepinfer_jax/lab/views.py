@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.tree import Tree
 
 from deepinfer_jax.lab.report import LayoutReport
-from deepinfer_jax.layout import Layout
+from deepinfer_jax.layout import PHASES, Layout
 
 Declared = Mapping[str, Any]  # path -> Param: shape, dtype, axes, nbytes
 
@@ -40,8 +40,8 @@ def local_bytes(layout: Layout, path: str, param: Any) -> tuple[tuple[int, ...],
 def tree(layout: Layout, declared: Declared, fold: int = 3) -> Tree:
     """Parameters: logical axes -> PartitionSpec -> local shape -> bytes on one device.
 
-    Runs of layers whose parameters are placed alike are folded into one branch; ``fold`` is the
-    depth of branches that are opened.
+    Layers whose parameters are placed alike are folded into one branch; ``fold`` is the depth of
+    branches that are opened.
     """
     axes = " x ".join(f"{axis}={count}" for axis, count in layout.axes) or "one device"
     root = Tree(f"[bold]{layout.name}[/bold]  {axes}, moe_dispatch={layout.moe_dispatch}")
@@ -74,10 +74,7 @@ def _grow(node: Tree, layout: Layout, nested: Mapping[str, Any], depth: int) -> 
         branch = Tree("")
         count = _grow(branch, layout, value, depth - 1)
         total += count
-        signature = repr(
-            [(leaf[1] if isinstance(leaf, tuple) else leaf) for leaf in value.values()]
-        )
-        key = (signature, count) if name.isdigit() else name
+        key = _placed(layout, value) if name.isdigit() else name
         before = alike.get(key)
         if before is not None:
             before[1].append(name)
@@ -90,6 +87,15 @@ def _grow(node: Tree, layout: Layout, nested: Mapping[str, Any], depth: int) -> 
         shown = names[0] if len(names) == 1 else f"{', '.join(names)} (each)"
         branch.label = f"[bold]{shown}[/bold]  {size(count)}"
     return total
+
+
+def _placed(layout: Layout, value: Any) -> Any:
+    """What branches that are placed alike have in common: everything but their paths."""
+    if isinstance(value, tuple):
+        path, param = value
+        spec = layout.spec(param.axes, param.shape, path)
+        return param.axes, param.shape, param.dtype, param.nbytes, tuple(spec)
+    return tuple((name, _placed(layout, inner)) for name, inner in value.items())
 
 
 def table(reports: Sequence[LayoutReport]) -> Table:
@@ -137,7 +143,7 @@ def table(reports: Sequence[LayoutReport]) -> Table:
 
 
 def difference(first: Layout, second: Layout, declared: Declared) -> Table:
-    """Parameters whose placement differs, and rules that differ."""
+    """Choices, rules (with those of a phase, where one has its own) and placements that differ."""
     out = Table(title=f"{first.name} -> {second.name}")
     for name in ("what", first.name, second.name):
         out.add_column(name)
@@ -147,10 +153,18 @@ def difference(first: Layout, second: Layout, declared: Declared) -> Table:
         if pair[0] != pair[1]:
             out.add_row(field, *map(str, pair))
     rules = [dict(layout.rules) for layout in (first, second)]
-    for logical in dict.fromkeys((*rules[0], *rules[1])):
-        pair = [str(list(table.get(logical, ()))) for table in rules]
-        if pair[0] != pair[1]:
-            out.add_row(f"rule {logical}", *pair)
+    for phase in (None, *PHASES):
+        over = [
+            dict(dict(layout.phases).get(phase, ()) if phase else ()) for layout in (first, second)
+        ]
+        named = (*rules[0], *rules[1]) if phase is None else (*over[0], *over[1])
+        for logical in dict.fromkeys(named):
+            pair = [
+                str(list((rule | mine).get(logical, ())))
+                for rule, mine in zip(rules, over, strict=True)
+            ]
+            if pair[0] != pair[1]:
+                out.add_row(f"rule {logical}{f' of {phase}' if phase else ''}", *pair)
     seen: set[tuple[str, ...]] = set()
     for path, param in declared.items():
         cells = []
@@ -187,10 +201,10 @@ def plot(reports: Sequence[LayoutReport], path: str | Path) -> None:
         memory.hlines(report.capacity / 1e9, i - 0.45, i + 0.45, colors="black")
     memory.set_ylabel("GB per device (line: capacity)")
     memory.legend(fontsize="small")
-    width = 0.27
-    for i, part in enumerate(("compute", "memory", "network")):
+    width = 0.2
+    for i, part in enumerate(("compute", "memory", "network", "host")):
         values = [report.network_ms if part == "network" else report.ms[part] for report in reports]
-        time.bar([j + (i - 1) * width for j in range(len(reports))], values, width, label=part)
+        time.bar([j + (i - 1.5) * width for j in range(len(reports))], values, width, label=part)
     time.set_xticks(range(len(reports)), names)
     time.set_ylabel("modelled ms a step")
     time.legend(fontsize="small")

@@ -1,5 +1,6 @@
 """`deepinfer-jax layout show | compare | diff` on the small model, traced and compiled."""
 
+import dataclasses
 import io
 import json
 
@@ -53,6 +54,44 @@ def test_show():
     console, text = printed()
     commands.show(quiet, lambda _: {"w": declared(quiet)["layers/0/ffn/w13/values"]}, console)
     assert "warning" not in text.getvalue(), "small tensors may be replicated"
+
+
+def test_show_folds_layers_that_are_placed_alike():
+    """Of six times one layer, five; of the small model's four different layers, none."""
+    console, text = printed()
+    under = read("tp_ep")
+    params = {
+        path.replace("layers/0/", f"layers/{layer}/"): param
+        for path, param in declared(under).items()
+        if path.startswith("layers/0/")
+        for layer in range(6)
+    }
+    params["layers/4/attn/wq_b/values"] = dataclasses.replace(
+        params["layers/4/attn/wq_b/values"], axes=(None, None)
+    )
+    commands.show(under, lambda _: params, console, depth=5)
+    shown = text.getvalue()
+    assert "0, 1, 2, 3, 5 (each)" in shown and shown.count("wq_b") == 2
+    console, text = printed()
+    commands.show(under, declared, console, depth=4)
+    assert "(each)" not in text.getvalue()
+
+
+def test_show_refuses_what_either_phase_does_not_implement(tmp_path, capsys):
+    """As `check` does before a weight is read."""
+    model = tmp_path / "small.json"
+    model.write_text(json.dumps(small_model.hf()))
+    for text, message in (
+        ('kv = ["a"]', "kv -> ('a',); the model keeps it whole"),
+        ('slots = ["a"]\npages = ["a"]\nrows = ["a", "b"]', "rows -> ('a', 'b') in decode"),
+    ):
+        path = tmp_path / "odd.toml"
+        path.write_text(f"[mesh]\na = 2\nb = 2\n[rules]\n{text}\n")
+        assert cli.main(["layout", "show", str(path), "--model", str(model)]) != 0
+        said = capsys.readouterr()
+        assert message in said.err and "total on one device" not in said.out
+    path.write_text(path.read_text() + '[decode]\nrows = ["a"]\n')
+    assert cli.main(["layout", "show", str(path), "--model", str(model)]) == 0
 
 
 def test_compare(tmp_path):
@@ -125,6 +164,35 @@ def test_diff():
     shown = text.getvalue()
     assert "rule expert" in shown and "layers/*/ffn/w13/values" in shown
     assert "moe_dispatch" in shown and shown.count("layers/*/attn/wq_b/values") == 1
+
+
+def test_diff_names_the_rules_of_a_phase():
+    rules = tuple((logical, ("x",)) for logical in ("rows", "slots", "pages"))
+    plain = Layout("plain", (("x", 2), ("y", 2)), rules)
+    under = dataclasses.replace(plain, name="other", phases=(("prefill", (("rows", ("x", "y")),)),))
+    console, text = printed()
+    commands.diff(plain, under, declared, console)
+    rows = [line.split("│")[1:-1] for line in text.getvalue().splitlines() if "rule" in line]
+    assert [[cell.strip() for cell in row] for row in rows] == [
+        ["rule rows of prefill", "['x']", "['x', 'y']"]
+    ]
+
+
+def test_plot_shows_every_resource(monkeypatch, tmp_path):
+    axes = pytest.importorskip("matplotlib.axes")
+    ms = {"compute": 1.0, "memory": 2.0, "network x": 1.0, "network y": 2.0, "host": 9.0}
+    one = LayoutReport("one", "h200", 1, {}, {}, 0, 1, 0, {}, {}, 0.0, [], {}, ms)
+    drawn = {}
+    bar = axes.Axes.bar
+
+    def kept(self, x, height, *args, **options):
+        drawn[options["label"]] = list(height)
+        return bar(self, x, height, *args, **options)
+
+    monkeypatch.setattr(axes.Axes, "bar", kept)
+    views.plot([one], tmp_path / "plot.png")
+    del drawn["activations"]
+    assert drawn == {"compute": [1.0], "memory": [2.0], "network": [3.0], "host": [9.0]}
 
 
 def test_sizes_for_people():
