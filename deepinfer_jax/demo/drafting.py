@@ -28,6 +28,7 @@ from deepinfer_jax.demo.run import (
     compiled,
     hashed,
     initial,
+    mark,
     prepared,
     several,
     stage,
@@ -203,7 +204,10 @@ def draft_step(
 
 
 def train(run: Run, backbone: Flat, seconds: float, keep: Callable[[Flat], None]) -> Flat:
-    """The drafter's weights; keep: called with those so far at every save."""
+    """The drafter's weights; keep: called with those so far at every save.
+
+    A drafter that was saved beside another backbone is begun anew.
+    """
 
     def fresh() -> Flat:
         everything = initial(run.cfg, run.seed + 1)
@@ -212,4 +216,6 @@ def train(run: Run, backbone: Flat, seconds: float, keep: Callable[[Flat], None]
     def steps(draft: Flat, state: Any, batches: np.ndarray, key: Array, share: Array) -> Any:
         return draft_steps(run.cfg, draft, state, backbone, run.classes, batches, key, share)
 
-    return stage(run, "drafter", fresh, BIBLE, steps, seconds, lambda draft: {}, keep)
+    return stage(
+        run, "drafter", fresh, BIBLE, steps, seconds, lambda draft: {}, keep, (mark(backbone),)
+    )

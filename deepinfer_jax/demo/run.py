@@ -7,6 +7,7 @@ called again.
 """
 
 import functools
+import hashlib
 import json
 import pickle
 import shutil
@@ -244,6 +245,15 @@ def rate_share(done: float, number: int) -> float:
     return min(1.0, (number + 1) / 100) * min(1.0, max(0.0, (1.0 - done) / 0.6))
 
 
+def mark(weights: Flat) -> str:
+    """A hash that tells weights apart."""
+    found = hashlib.sha256()
+    for name, value in sorted(weights.items()):
+        found.update(f"{name} {value.dtype} {value.shape} ".encode())
+        found.update(np.asarray(value).tobytes())
+    return found.hexdigest()
+
+
 def stage(
     run: Run,
     name: str,
@@ -253,21 +263,23 @@ def stage(
     seconds: float,
     check: Callable[[Flat], dict[str, float]],
     keep: Callable[[Flat], None],
+    after: tuple[str, ...] = (),
 ) -> Flat:
     """Runs a stage for `seconds` of wall clock in all, compiling and checks included, over however
     many calls; the weights of the check that lost least.
 
     share: of the Bible in a batch; steps: of weights, optimiser, batches, a key and the share of
     the learning rates; check: the nats that count; keep: called with the best weights so far at
-    every check.
+    every check; after: what the stage depends on (`mark`): saved work after something else is begun
+    anew.
     """
     saved = run.load(name)
-    if saved is None:
+    if saved is None or tuple(saved[6:]) != after:
         params = fresh()
         state, used, number = optimiser.start(params), 0.0, 0
         best, least = jax.tree.map(jnp.copy, params), np.inf  # a step takes its weights' buffers
     else:
-        params, state, used, number, best, least = jax.tree.map(jnp.asarray, saved)
+        params, state, used, number, best, least = jax.tree.map(jnp.asarray, saved[:6])
         used, number, least = float(used), int(number), float(least)
     if used >= seconds:
         return best
@@ -294,7 +306,7 @@ def stage(
             marks = check(params)
             if sum(marks.values()) <= least:
                 best, least = jax.tree.map(jnp.copy, params), sum(marks.values())
-            run.save(name, (params, state, used, number, best, least))
+            run.save(name, (params, state, used, number, best, least, *after))
             keep(best)
             run.log(**done, check=1, **marks)
             kept = time.monotonic()

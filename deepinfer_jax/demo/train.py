@@ -4,12 +4,13 @@ Stages, each with its own learning-rate schedule, saved every few minutes (run.p
   backbone   next-token cross-entropy, weights and caches as they will be stored (`stored.rounded`),
              so that the file is what was trained; dropout, most of all on Engram rows
   drafter    DSpark on the finished backbone: cross-entropy with the backbone's own distribution
-             (drafting.py), stored weights throughout
+             (drafting.py), stored weights throughout; begun anew when the backbone has changed
   export     the official on-disk format (export.py), at every save: a run that is cut off has left
              its best so far
 
 The schedules follow the wall clock, so `--batch` and `--steps` are the machine's to choose. A
-machine without network takes `--corpus`, the folder of a run made elsewhere with `--minutes 0`.
+machine without network takes `--corpus`, the folder of a run made elsewhere with `--minutes 0
+--draft-minutes 0`.
 
 A log line has step, tokens, seconds, loss; `curve.py` draws it.
 """

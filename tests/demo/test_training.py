@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.demo import run
+from deepinfer_jax.demo import drafting, run
 from deepinfer_jax.demo.dropout import Dropout
 
 
@@ -68,6 +68,29 @@ def test_a_stage_that_is_cut_goes_on_and_gives_the_best_weights(folder, clock):
     lines = (folder.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     checks = [line for line in map(json.loads, lines) if "check" in line]
     assert [line["step"] for line in checks] == [2, 4, 6, 8, 10]
+
+
+def test_a_drafter_of_another_backbone_is_begun_anew(folder, clock, monkeypatch):
+    """20 s a call, 40 s: two calls for each backbone, none for one that has its drafter."""
+    calls = []
+
+    def steps(cfg, draft, state, backbone, classes, batches, key, share):
+        clock.seconds += 20.0
+        calls.append(float(draft["draft/w"][0]))
+        return {"draft/w": draft["draft/w"] + backbone["w"]}, state, {"loss": jnp.float32(0)}
+
+    folder.cfg = folder.classes = None
+    monkeypatch.setattr(drafting, "initial", lambda *_: {"draft/w": jnp.zeros(2), "w": jnp.ones(2)})
+    monkeypatch.setattr(drafting, "draft_steps", steps)
+
+    def train(backbone):
+        return float(
+            drafting.train(folder, {"w": backbone}, 40.0, lambda draft: None)["draft/w"][0]
+        )
+
+    first, second = jnp.asarray([1.0, 2.0]), jnp.asarray([3.0, 2.0])
+    assert [train(first), train(first), train(second), train(second)] == [2.0, 2.0, 6.0, 6.0]
+    assert calls == [0.0, 1.0, 0.0, 3.0]
 
 
 def test_dropout_keeps_the_mean_and_drops_rows_whole():
