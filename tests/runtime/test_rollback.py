@@ -1,9 +1,10 @@
 """Rolling back is keeping a smaller length: the cache against a list of what was accepted.
 
-No model: every row that is fed stores a number of its own, unique to the place and to the attempt.
-A list a sequence holds the numbers of the accepted rows. Whatever prompts, draft widths and
-accepted counts come, each row must read from rings, open groups, n-gram classes and pages exactly
-the list and the drafts before it, and never a rejected row.
+First without a model: every row that is fed stores a number of its own, unique to the place and to
+the attempt. A list a sequence holds the numbers of the accepted rows. Whatever prompts, draft
+widths and accepted counts come, each row must read from rings, open groups, n-gram classes and
+pages exactly the list and the drafts before it, and never a rejected row. Then a model whose every
+block is rejected, against the same tokens in one call.
 """
 
 import dataclasses
@@ -20,6 +21,12 @@ from hypothesis import strategies as st
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
+from deepinfer_jax.model import transformer
+from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.compile import jit
+from deepinfer_jax.model.head import head_logits
+from deepinfer_jax.model.setup import Setup
+from tests.lab import small_model as sharded_model
 from tests.runtime import small_model
 from tests.runtime.small_model import BLOCK, WINDOW
 
@@ -163,3 +170,34 @@ def test_every_row_reads_what_was_accepted(ragged, block, prompts, data, order):
         for slot, one in enumerate(history):
             recent = range(max(len(one) - WINDOW, 0), len(one))
             assert [ring[slot, at % ring.shape[1]] for at in recent] == [one[at] for at in recent]
+
+
+@pytest.mark.parametrize("block", [8, pytest.param(14, marks=pytest.mark.slow)])
+def test_a_model_goes_on_from_rejected_blocks(block):
+    """Each call has one right token and a block of wrong ones; logits are those of forward."""
+    cfg = sharded_model.config(dspark_block_size=block)
+    setup = Setup(cfg, numerics=small_model.numerics())
+    weights, many = sharded_model.weights(cfg), 40
+    ids, _ = sharded_model.tokens(1, many)
+    wrong = np.random.default_rng(1).integers(3, 500, (many, 1 + block), dtype=np.int32)
+
+    @jit
+    def forward(weights, tokens):
+        return transformer.forward(setup, weights, tokens, jnp.full(1, many, jnp.int32))[0]
+
+    @jit
+    def step(weights, cache, tokens, start):
+        count, slot = jnp.full(1, 1 + block, jnp.int32), jnp.zeros(1, jnp.int32)
+        pages = jnp.zeros((1, 1), jnp.int32)
+        rows = row_lists.rectangle(tokens, start=start, count=count, slot=slot, pages=pages)
+        out = transformer.trunk(setup, weights, rows, cache, Capture())
+        x = transformer.collapse(setup, weights, out.hidden, Capture())
+        return head_logits(setup, x[:1], weights.norm, weights.head), out.cache
+
+    wanted = np.asarray(forward(weights, ids))[0]
+    cache = caches.empty(cfg, setup.numerics, slots=1, pages=1)
+    for place in range(many):
+        wrong[place, 0] = ids[0, place]
+        start = np.full(1, place, np.int32)
+        logits, cache = step(weights, cache, wrong[place : place + 1], start)
+        assert np.abs(np.asarray(logits)[0] - wanted[place]).max() < 5e-5, place
