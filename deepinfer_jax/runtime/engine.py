@@ -25,6 +25,7 @@ from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
 from deepinfer_jax.runtime.delivery import deliver
 from deepinfer_jax.runtime.handover import Group, Split
+from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import Model, load
 from deepinfer_jax.runtime.outputs import PromptScore, RequestOutput
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
@@ -154,8 +155,7 @@ class LLM:
         """
         if len(self._loop):
             raise ValueError("warm_up: requests are in flight")
-        loops = self._loop.each() if isinstance(self._loop, Split) else self._loops
-        for loop in loops:
+        for loop in self._every:
             warmup.compile_all(loop, logprobs=logprobs, scores=scores)
 
     def save_prefixes(self) -> None:
@@ -192,6 +192,11 @@ class LLM:
         self._loop.swap(fresh.weights, checkpoint.identity(path, setup, drafts), *beside)
 
     @property
+    def _every(self) -> Sequence[Loop]:
+        """Its loops: one each replica, before it that of a prefill group."""
+        return self._loop.each() if isinstance(self._loop, Split) else self._loops
+
+    @property
     def replicas(self) -> Replicas:
         """Their reports; to stop and restart some. Raises ValueError for an engine of one."""
         if not isinstance(self._loop, Replicas):
@@ -210,17 +215,24 @@ class LLM:
 
         prompts: text or token ids, or a list of them; sampling_params: one for all or one each;
         capture: names of `model.capture` recorded for each prompt row and each generated token (all
-        but "compressed_kv" and "index_keys", which have no entry a row); strict: raise ValueError
-        for the first request that fails instead of reporting it in its result.
+        but "compressed_kv" and "index_keys", which have no entry a row), not while other requests
+        are in flight; strict: raise ValueError for the first request that fails instead of
+        reporting it in its result.
         """
         unknown = sorted(set(capture) - ROW_NAMES)
         if unknown:
             known = ", ".join(sorted(ROW_NAMES))
             raise ValueError(f"capture: unknown name {unknown[0]!r}; expected {known}")
+        if capture and len(self._loop):  # a step records the same of all its requests
+            raise ValueError("capture: requests are in flight")
         work = paired(prompts, sampling_params)
         requests = [RequestOutput(None, []) for _ in work]
-        for number, request in self._run(iter(work), len(work), capture=capture):
-            requests[number] = request
+        self._loop.capture = tuple(capture)
+        try:
+            for number, request in self._run(iter(work), len(work)):
+                requests[number] = request
+        finally:
+            self._loop.capture = ()
         if strict:
             for number, request in enumerate(requests):
                 if request.error is not None:
@@ -315,10 +327,8 @@ class LLM:
         work: Iterator[tuple[Prompt, SamplingParams]],
         window: int,
         *,
-        capture: Sequence[str] = (),
         growing: bool = False,
     ) -> Iterator[tuple[int, RequestOutput]]:
-        self._loop.capture = tuple(capture)
         return deliver(
             self._loop,
             self._enter,

@@ -96,8 +96,10 @@ def rebalance(
 ) -> dict[int, Assignment]:
     """Replicas and placement of every layer that has a trace; what was chosen.
 
-    Under several processes the first one's traces count. Raises ValueError while requests are in
-    flight, without spare experts, or for a layer that is none.
+    A prefill group of the same layout follows, one of another layout keeps its placement. The
+    engine's old arrays are given up, also where a `Model` that it was made from has them. Under
+    several processes the first one's traces count. Raises ValueError while requests are in flight,
+    without spare experts, or for a layer that is none.
     """
     layout, cfg = llm.model.setup.layout, llm.model.cfg
     if len(llm._loop):
@@ -118,8 +120,13 @@ def rebalance(
         layer: Assignment(np.array(physical, np.int32), cfg.n_routed_experts, layout.ways("expert"))
         for layer, physical in cluster.from_first(choose)
     }
-    for loop in llm._loops:
-        loop.programs.weights = placed(llm.model.setup, loop.programs.weights, chosen)
+    alike: dict[Any, list[Any]] = {}  # loops on the same devices have the same arrays
+    for programs in [loop.programs for loop in llm._every if loop.programs.setup.layout == layout]:
+        alike.setdefault(_buffers(programs.weights), []).append(programs)
+    for several in alike.values():
+        weights = placed(llm.model.setup, several[0].weights, chosen)
+        for programs in several:
+            programs.weights = weights
     llm.model = dataclasses.replace(llm.model, weights=llm._loops[0].programs.weights)
     return chosen
 
@@ -176,6 +183,12 @@ def _exchange(
 
 
 _move = jit(_exchange, static_argnums=(0, 1), donate_argnums=2)
+
+
+def _buffers(weights: Weights) -> tuple[int, ...]:
+    """Where the first layer's experts lie. Arrays of one buffer need not be one object."""
+    leaf = jax.tree.leaves(weights.layers[0].ffn.w2)[0]
+    return tuple(shard.data.unsafe_buffer_pointer() for shard in leaf.addressable_shards)
 
 
 def _start(layout: Layout, experts: int) -> Assignment:

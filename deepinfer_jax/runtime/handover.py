@@ -110,7 +110,7 @@ class Split:
             self.decode.turn()
 
     def each(self) -> tuple[Loop, ...]:
-        """See `loop.Loop.each`."""
+        """The prompt loop, then the decode loop."""
         return self.prompts, self.decode
 
     def drain(self) -> None:

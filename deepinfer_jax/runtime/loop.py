@@ -34,12 +34,14 @@ SCORE = "score"
 
 
 class Flight(NamedTuple):
-    """A dispatched step, the samples of its groups, where those stand, its results to come."""
+    """A dispatched step, the samples of its groups, where those stand, its results to come, and
+    which captures in them are the samples'."""
 
     step: Step
     samples: tuple[Sample, ...]
     places: list[int]
     output: StepOutput | None
+    capture: tuple[str, ...] = ()
 
 
 class Loop:
@@ -251,7 +253,7 @@ class Loop:
         for sample, error in faults:  # they are in the step, which was planned with them
             self.scheduler.abort(sample.number)
             self._drop(sample, error)
-        return Flight(step, samples, places, output)
+        return Flight(step, samples, places, output, self.capture)
 
     def options_for(self, samples: tuple[Sample, ...], score: bool) -> Options:
         """Static choices of a step: alternatives are reported if anybody asks for some."""
@@ -315,7 +317,8 @@ class Loop:
             groups = list(zip(flight.places, flight.step.work, flight.samples, strict=True))
             if self.counts is not None and "routes" in found.captured:
                 reading.count_experts(self.programs.setup, groups, found, self.counts)
-                kept = {name: found.captured[name] for name in self.capture}
+            if len(found.captured) > len(flight.capture):
+                kept = {name: found.captured[name] for name in flight.capture}
                 found = dataclasses.replace(found, captured=kept)
             groups = [group for group in groups if group[2].number in self._samples]
             reading.read_extras(self.programs.setup, groups, found, self.calibration)

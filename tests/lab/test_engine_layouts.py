@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -15,6 +16,7 @@ from deepinfer_jax.runtime import experts
 from deepinfer_jax.runtime import model as models
 from deepinfer_jax.runtime.engine import Shapes
 from deepinfer_jax.runtime.eplb import Assignment
+from deepinfer_jax.runtime.handover import Group
 from deepinfer_jax.runtime.programs import compiled_programs
 from tests.lab import small_model
 from tests.lab.test_layouts import SIZES, TOLERANCE, read
@@ -195,6 +197,42 @@ def test_experts_move_without_compiling_and_without_changing_a_bit(folder):
             assert all(one.replicas().max() > 1 for one in chosen.values())
             same(llm.generate(prompts, params, strict=True), before)
     assert [program.variants() for program in compiled_programs()] == compiled
+
+
+@pytest.mark.parametrize("beside", ["prefill group", "other layout", "replicas"])
+def test_loops_that_share_weights_move_experts_once(beside, folder):
+    """A prefill group of the same layout and devices, one of another layout, two replicas on one
+    device, also after other weights came in: the same bits as before."""
+    prompts, params = requests()
+    work, params = prompts[:4], [dataclasses.replace(one, logprobs=0) for one in params[:4]]
+    under = dataclasses.replace(Layout.single(), spare_experts=8)
+    options: dict[str, Any] = {"prefill": Group(under, slots=8)}
+    if beside == "other layout":
+        options = {"prefill": Group(slots=8)}
+    if beside == "replicas":
+        options = {"replicas": 2, "devices": jax.devices()[:1] * 2}
+    llm = dj.LLM(
+        folder,
+        under,
+        numerics=dj.Numerics.preset("float32", cache_qdq=False),
+        max_slots=8,
+        max_context=128,
+        shapes=Shapes(prefill=((8, 32),)),
+        speculate=0,
+        **options,
+    )
+    before = llm.generate(work, params, strict=True)
+    trace = np.random.default_rng(4).gamma(0.3, 20, (5, 64))
+    for _ in range(2):
+        held = [loop.programs.weights.layers[1].ffn.placement for loop in llm._every]
+        chosen = experts.rebalance(llm, {0: trace, 1: trace[:, ::-1]})
+        assert chosen[1].replicas().max() > 1
+        same(llm.generate(work, params, strict=True), before)
+        after = [loop.programs.weights.layers[1].ffn.placement for loop in llm._every]
+        moved = [a is not b for a, b in zip(held, after, strict=True)]
+        assert moved == [beside != "other layout", True]
+        llm.swap_weights(folder)
+        same(llm.generate(work, params, strict=True), before)
 
 
 @pytest.mark.slow

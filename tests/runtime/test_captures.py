@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 import deepinfer_jax as dj
+from deepinfer_jax.runtime import experts
 from tests.runtime.runs import bits, same, scarce
 from tests.runtime.small_model import KEEP
 
@@ -105,6 +106,27 @@ def test_samples_of_one_prompt_record_the_prompt_once(llm, prompts):
     (out,) = llm(invariant=True).generate(prompts(9), _params(1, n=2), capture=NAMES)
     assert len(out.prompt_captured["routes"][0]) == 9
     assert [len(sample.captured["routes"][0]) for sample in out.outputs] == [14, 14]
+
+
+def test_a_capture_concerns_its_own_requests(llm, prompts):
+    """Refused beside an open stream, which records nothing; not left behind by one that failed."""
+    engine, work, params = llm(invariant=True), prompts(7, 9), _params(2)
+    with experts.recorded(engine):
+        stream = engine.stream(work, params)
+        next(stream)
+        with pytest.raises(ValueError, match="capture: requests are in flight"):
+            engine.generate(work[:1], params[:1], capture=("index_topk",))
+        engine.generate(work[:1], params[:1])
+    for out in stream:  # its last steps were sent while experts were recorded
+        assert not out.outputs[0].captured and not out.prompt_captured
+        assert out.outputs[0].finish_reason in (None, "length")
+    with pytest.raises(ValueError, match="prompt 0: prompt: empty"):
+        engine.generate([[], work[0]], _params(2), capture=("routes",), strict=True)
+    assert engine._loop.capture == ()
+    recorded = engine.generate(work, params, capture=("routes",), strict=True)
+    for frame in engine.prefilled(work, params):
+        assert frame
+    same(recorded, engine.generate(work, params, strict=True))
 
 
 def test_what_cannot_be_recorded_or_forced_is_refused(llm, prompts):
