@@ -30,14 +30,18 @@ from deepinfer_jax.structured import (
 _advance = jit(structured.advance)
 
 
+def pool_cells(vocab: int) -> int:
+    """int32 cells of an engine's pool; a grammar with more is for the host tier."""
+    return 1 << 16 if vocab < 4096 else 1 << 20
+
+
 class Grammars:
     """compiler: None where the checkpoint has no tokenizer. sharding: of the pool. pool: what the
     next step is given. free: where a sample without a grammar is."""
 
     def __init__(self, vocab: int, compiler: Compiler | None, sharding: jax.sharding.Sharding):
         self._compiler = compiler
-        cells = 1 << 16 if vocab < 4096 else 1 << 20
-        self._manager = PoolManager(vocab, cells=cells, sharding=sharding)
+        self._manager = PoolManager(vocab, cells=pool_cells(vocab), sharding=sharding)
         self.pool: Pool = self._manager.empty()
         with jax.default_device(min(sharding.addressable_devices, key=lambda one: one.id)):
             free = structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS)

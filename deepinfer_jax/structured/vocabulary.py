@@ -30,7 +30,7 @@ class Level(NamedTuple):
     nodes: Int[np.ndarray, " tokens"]
 
 
-def _byte_of_character() -> dict[str, int]:
+def byte_of_character() -> dict[str, int]:
     """Byte-level BPE writes printable Latin-1 as itself and the other bytes as U+0100 onwards."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [b for b in range(256) if b not in printable]
@@ -109,7 +109,7 @@ def _parsed(content: bytes, where: str, width: int, eos: tuple[int, ...]) -> Voc
         raise ValueError(f"{where}: expected a byte-level BPE tokenizer, found model type {kind!r}")
     if not eos or not all(0 <= e < width for e in eos):
         raise ValueError(f"eos ids {eos} must be in [0, {width}), the width of the logits")
-    byte_of = _byte_of_character()
+    byte_of = byte_of_character()
     added = {entry["id"] for entry in data.get("added_tokens", [])}
     texts = [b""] * width
     for text, token in data["model"]["vocab"].items():

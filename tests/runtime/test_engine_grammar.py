@@ -184,6 +184,17 @@ def test_a_fault_of_the_compiler_ends_one_request(llm, prompts, monkeypatch):
     assert good.error is None and valid("regex", good.outputs[0].text)
 
 
+def test_tables_larger_than_the_pool_are_for_the_host_tier(llm, prompts):
+    pytest.importorskip("llguidance", reason="the host tier is the extra 'grammar'")
+    engine, spec = llm(invariant=True), {"regex": "[a-f]([0-9]{1,1000}|[^g]{1,3000})"}
+    report = engine._loop.grammars._compiler.submit(spec).result().report
+    assert report.tier == 3 and report.reason == "more than 65536 cells of tables"
+    params = [constrained(spec, 1, max_tokens=30), constrained(KINDS["regex"], 2)]
+    outs = engine.generate(prompts(5, 7), params, strict=True)
+    assert re.fullmatch("[a-f][^g]+", outs[0].outputs[0].text, re.DOTALL)
+    assert valid("regex", outs[1].outputs[0].text)
+
+
 class Breaking:
     """A matcher of llguidance with a method that raises when it is called once too often."""
 
