@@ -27,15 +27,6 @@ from typing import Any
 
 import tokenizers
 
-
-def _byte_of_character() -> dict[str, int]:
-    """Byte-level BPE writes printable Latin-1 as itself and the other bytes as U+0100 onwards."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-_BYTE_OF = _byte_of_character()
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
 SYSTEM, USER, ASSISTANT, THINK, NO_THINK = (
     "<｜System｜>",
@@ -97,6 +88,10 @@ class Tokenizer:
         self.add_bos = config.get("add_bos_token") is True
         added = self._inner.get_added_tokens_decoder()
         self._special = {token for token, entry in added.items() if entry.special}
+        # Not above: it brings jax, which parameters and command lines do without.
+        from deepinfer_jax.structured.vocabulary import byte_of_character
+
+        self._byte_of = byte_of_character()
         self._bytes: dict[int, bytes] = {}
         self._plain: tokenizers.Tokenizer | None = None  # without added tokens
         self.size = 1 + max(self._inner.get_vocab(with_added_tokens=True).values(), default=-1)
@@ -164,16 +159,16 @@ class Tokenizer:
         found = self._bytes.get(token)
         if found is None:
             text = None if token in self._special else self._inner.id_to_token(token)
-            found = b"" if text is None else _raw(text)
+            found = b"" if text is None else self._raw(text)
             self._bytes[token] = found
         return found
 
-
-def _raw(text: str) -> bytes:
-    """Bytes of a vocabulary entry; an added token that is not spelt in byte letters is itself."""
-    if all(character in _BYTE_OF for character in text):
-        return bytes(_BYTE_OF[character] for character in text)
-    return text.encode()
+    def _raw(self, text: str) -> bytes:
+        """Bytes of a vocabulary entry; an added token that is not spelt in byte letters is
+        itself."""
+        if all(character in self._byte_of for character in text):
+            return bytes(self._byte_of[character] for character in text)
+        return text.encode()
 
 
 def conversation_ids(

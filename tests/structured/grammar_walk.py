@@ -43,7 +43,7 @@ ADDED = {0: "<bos>", 1: "<eos>", 2: "<pad>", 500: "<think>", 501: "</think>", 50
 
 def write_tokenizer(folder: Path) -> Path:
     """A byte-level BPE tokenizer.json (without merges, which grammars never read)."""
-    character_of = {b: c for c, b in vocabulary_module._byte_of_character().items()}
+    character_of = {b: c for c, b in vocabulary_module.byte_of_character().items()}
     texts = [bytes([b]) for b in range(256)]
     texts += [*(p.encode() for p in PIECES.split("|")), *HALVES]
     vocab = {text: token for token, text in ADDED.items() if token < 3}
