@@ -168,4 +168,8 @@ def _grouped(
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
     y = mlp(x[source[order]], sizes, weight[order])
-    return jnp.zeros_like(y).at[order].set(y, unique_indices=True)
+    # Where each pair went: numbers are scattered, rows are gathered by what sums them.
+    place = jnp.zeros_like(order).at[order].set(
+        jnp.arange(order.size, dtype=order.dtype), unique_indices=True
+    )
+    return y[place]
