@@ -27,7 +27,6 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
-    rows_per_slot: int = 1,
     implementation: str = "auto",
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys (V4.1 report 2.3); K = V = the stored row.
@@ -41,7 +40,6 @@ def attend(
         selected_index: rows of `selected`, ascending; -1 is an empty slot.
         sink: a logit a head that joins the denominator only.
         scale: multiplies q.k, not the sink.
-        rows_per_slot: neighbouring rows that belong to one sequence and share most keys (a hint).
         implementation: the name of an implementation, or "auto".
 
     Returns:
@@ -52,5 +50,5 @@ def attend(
         NotImplementedError: a named implementation declines the case.
     """
     args = (q, window, window_index, selected, selected_index, sink)
-    options = {"scale": scale, "rows_per_slot": rows_per_slot}
+    options = {"scale": scale}
     return call("mla_attention", "attend", IMPLEMENTATIONS, implementation, args, options)

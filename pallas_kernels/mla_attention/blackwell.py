@@ -51,14 +51,12 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
-    rows_per_slot: int = 1,
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys; arguments as in the package's `attend`.
 
     Raises:
         NotImplementedError: q is not bfloat16 [r, <= 64 heads, 512], or a row format has no gather.
     """
-    del rows_per_slot
     case = launch.prepare(q, window, window_index, selected, selected_index, sink)
     if case is None:
         return jnp.zeros_like(q)

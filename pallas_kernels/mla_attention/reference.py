@@ -67,10 +67,8 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
-    rows_per_slot: int = 1,
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys; arguments as in the package's `attend`."""
-    del rows_per_slot  # only a hint about sharing
     if (
         selected is None
         or selected_index is None

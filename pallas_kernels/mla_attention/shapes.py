@@ -141,7 +141,7 @@ def case(
         build=build,
         shapes=shapes,
         small=small,
-        options=(("rows_per_slot", per_slot), ("scale", SCALE)),
+        options=(("scale", SCALE),),
         flops=4 * rows * heads * (window + chosen) * width,
         bytes=round(read) + rows * (window + chosen) * 4 + 4 * rows * heads * width,
         tags=frozenset(tags),

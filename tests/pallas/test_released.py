@@ -114,7 +114,7 @@ def test_mla_attention(op, case):
     got = twice(compiled(op, case), args)
     rows = chosen_rows(len(got))
     part = (q[rows].astype(jnp.float32), window, near[rows], selected, far[rows], sink)
-    error = relative(got[rows], reference(op, case, *part, rows_per_slot=1))
+    error = relative(got[rows], reference(op, case, *part))
     assert error <= RELATIVE, error
 
 
