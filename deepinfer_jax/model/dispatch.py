@@ -169,7 +169,6 @@ def _grouped(
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
     y = mlp(x[source[order]], sizes, weight[order])
     # Where each pair went: numbers are scattered, rows are gathered by what sums them.
-    place = jnp.zeros_like(order).at[order].set(
-        jnp.arange(order.size, dtype=order.dtype), unique_indices=True
-    )
+    number = jnp.arange(order.size, dtype=order.dtype)
+    place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
     return y[place]
