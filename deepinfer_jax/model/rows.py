@@ -125,7 +125,9 @@ def flat(
     ends = jnp.cumsum(count)
     first = (ends - count).astype(jnp.int32)
     row = jnp.arange(size, dtype=jnp.int32)
-    group = jnp.minimum(jnp.searchsorted(ends, row, side="right"), groups - 1).astype(jnp.int32)
+    # All compared at once: a binary search is a loop, which a GPU program is cut at.
+    found = jnp.searchsorted(ends, row, side="right", method="compare_all")
+    group = jnp.minimum(found, groups - 1).astype(jnp.int32)
     valid = row < ends[-1]
     place = jnp.where(valid, row - first[group], 0)
     return Rows(
