@@ -62,9 +62,7 @@ def _stored(w: Array, scales: Array | None) -> tuple[str, Array, Array]:
     if w.dtype != jnp.float8_e4m3fn:
         return "bf16", w, jnp.zeros((128,), jnp.uint8)
     assert scales is not None  # formats.check_scales
-    # A last weight tile that is not full still looks up the scales of its missing rows.
-    flat = jnp.pad(formats.scale_bytes(scales), ((0, 4), (0, 0))).reshape(-1)
-    return "fp8", w.view(jnp.uint8), flat
+    return "fp8", w.view(jnp.uint8), formats.scale_bytes(scales).reshape(-1)
 
 
 def matmul(
@@ -95,6 +93,9 @@ def matmul(
     )
     shape = shape or plan(rows, product.width, splits)
     tiles.check(product, shape, single=True)
+    if kind == "fp8" and channels % shape.height:
+        # A last weight tile that is not full still looks up the scales of its missing rows.
+        flat = jnp.pad(flat, (0, shape.height // 32 * -(-k // 32)))
     out = hopper.multiply(x, stacked.reshape(-1, k), flat, None, None, product, shape)
     if direct:
         return out
