@@ -136,10 +136,7 @@ def compile_all(chip: str, folder: Path, operations: list[str]) -> None:
                 function = functools.partial(
                     getattr(package, case.function), implementation=name, **case.keywords()
                 )
-                args = jax.tree.map(
-                    lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=place),
-                    case.abstract(),
-                )
+                args = jax.tree.map(placed, case.abstract())
                 try:
                     with jax.sharding.use_abstract_mesh(mesh):
                         lowered = jax.jit(function).lower(*args)
