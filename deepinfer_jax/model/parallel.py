@@ -5,7 +5,7 @@ inside sees local arrays only (its own rows, slots, pages, heads, experts) and c
 no wrapping. What crosses devices is written where it happens; on one device it is the identity:
 
     total   partial sums over a sharded contraction (heads -> wo_b, ffn -> w2)   all-reduce
-    whole   shards of an array axis put together (context rows)                  all-gather
+    whole   shards of an array axis put together (outputs of `columns`)          all-gather
     columns a product with a weight sharded by outputs (vocabulary)              all-gather
     take    rows of a table sharded by rows (embedding, Engram)                  exchange
     remote  a function computed where an item belongs (experts)                  exchange
@@ -35,8 +35,8 @@ UNSHARDED = ("stream", "embed", "q_rank", "kv")
 
 def placed(declared: Any, layout: Layout) -> Any:
     """Declared parameters as they lie on devices: Engram rows rounded up to a multiple of the
-    shards (the released tables divide by 2 only; no row past the end is ever addressed), and the
-    backbone's experts with the layout's spare slots."""
+    shards (a released table divides by 2 and not by 4; no row past the end is ever addressed), and
+    the backbone's experts with the layout's spare slots."""
     ways = layout.ways("engram_rows")
 
     def leaf(path: tuple[Any, ...], param: Param) -> Param:
