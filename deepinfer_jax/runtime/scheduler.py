@@ -164,8 +164,7 @@ class Scheduler:
         self._moves = []
         self._restore()
         lead, turns = self._lead(), self._turns()
-        burst = self.policy.prefill_burst if self._was_prefill else self.policy.decode_burst
-        prefill = self._was_prefill == (self._run < burst) if lead and turns else bool(lead)
+        prefill = self._prefill_now(bool(lead), bool(turns))
         work: tuple[Chunk, ...] | tuple[Turn, ...] = ()
         shape: tuple[int, ...] = ()
         if prefill and lead:
@@ -178,6 +177,11 @@ class Scheduler:
         self._was_prefill = prefill
         self._number += 1
         return Step(self._number, tuple(self._moves), work, shape)
+
+    def _prefill_now(self, lead: bool, turns: bool) -> bool:
+        """Which kind the next step is, by what there is to do: in turns, a burst of each."""
+        burst = self.policy.prefill_burst if self._was_prefill else self.policy.decode_burst
+        return self._was_prefill == (self._run < burst) if lead and turns else lead
 
     def commit(self, step: Step, outcomes: Mapping[int, Outcome]) -> None:
         """Take the results of a step, in the order of planning.
@@ -262,9 +266,9 @@ class Scheduler:
             self._unqueue(job)
 
     def _restore(self) -> None:
-        """Bring requests back from the host, oldest first, while there is room."""
+        """Bring requests back from the host, oldest first, while there is room for them to grow."""
         for job in tuple(self._lines[State.HOST]):
-            if (slot := self._room(job.saved)) is None:
+            if (slot := self._room(min(job.saved + 1, job.pages))) is None:
                 return
             self._enter(job, Act.RESTORE, job.saved * self.pages.page, slot)
             job.state = State.PREFILL if job.prefilled < job.target else State.RUNNING

@@ -166,6 +166,13 @@ class Engine:
         self.waiting: list[tuple[Step, dict[int, list[int]]]] = []
         self.steps: list[Step] = []
         self.could: list[tuple[bool, bool]] = []  # per step: was there prefill work, decode work
+        choose = self.scheduler._prefill_now
+
+        def noted(lead: bool, turns: bool) -> bool:
+            self.could.append((lead, turns))  # when requests of the host have taken their room
+            return choose(lead, turns)
+
+        self.scheduler._prefill_now = noted
         self.ready: list[int] = []  # requests that are to go on elsewhere
 
     def add(self, number: int, request: Request) -> None:
@@ -192,7 +199,6 @@ class Engine:
         scheduler = self.scheduler
         if self.device.prefix is not None:
             self.device.prefix.settle()
-        self.could.append((bool(scheduler._lead()), bool(scheduler._turns())))
         step = scheduler.plan()
         if step is not None:
             self.steps.append(step)

@@ -50,6 +50,14 @@ def _check_waiting(engine: Engine) -> None:
         assert prefills <= policy.prefill_burst and decodes <= policy.decode_burst
 
 
+def _check_moves(engine: Engine) -> None:
+    """Nobody is brought back from the host for nothing."""
+    for step in engine.steps:
+        back = {move.request for move in step.moves if move.act is Act.RESTORE}
+        gone = {move.request for move in step.moves if move.act in (Act.OFFLOAD, Act.EVICT)}
+        assert not back & gone, step.moves
+
+
 def _drive(engine: Engine, requests, arrivals, aborts) -> None:
     """Requests at their turns of arrival, aborts at theirs, until everything has ended."""
     turn, order = 0, sorted(range(len(requests)), key=lambda i: arrivals[i])
@@ -101,6 +109,7 @@ def test_any_traffic(requests, slots, block, total, host, late, bursts, arrivals
     _drive(engine, requests, arrivals, aborts)
     _check(engine, skip=aborts)
     _check_waiting(engine)
+    _check_moves(engine)
 
 
 @settings(max_examples=60, deadline=None)
