@@ -266,9 +266,10 @@ class Scheduler:
             self._unqueue(job)
 
     def _restore(self) -> None:
-        """Bring requests back from the host, oldest first, while there is room for them to grow."""
+        """Bring requests back from the host, oldest first, while their next turn has room."""
         for job in tuple(self._lines[State.HOST]):
-            if (slot := self._room(min(job.saved + 1, job.pages))) is None:
+            wanted = max(job.saved, self.pages.needed(self._reach(job)))
+            if (slot := self._room(wanted)) is None:
                 return
             self._enter(job, Act.RESTORE, job.saved * self.pages.page, slot)
             job.state = State.PREFILL if job.prefilled < job.target else State.RUNNING
@@ -291,6 +292,10 @@ class Scheduler:
         else:
             self._queue(job)
 
+    def _reach(self, job: Job) -> int:
+        """Tokens that a request can have the rows of after its next turn."""
+        return min(job.tokens + job.most + self.policy.block, job.limit - 1)
+
     def _turns(self) -> list[Job]:
         """Running requests that can take a turn, oldest first."""
         if not self.policy.decodes:
@@ -311,8 +316,7 @@ class Scheduler:
         for job in turns:
             if job.state is not State.RUNNING:
                 continue  # gave way to an older one
-            reach = min(job.tokens + job.most + block, job.limit - 1)
-            while job.slot >= 0 and not self.pages.grow(job.slot, reach):
+            while job.slot >= 0 and not self.pages.grow(job.slot, self._reach(job)):
                 shard = self.pages.shard(job.slot)
                 near = (o for o in self._slots.values() if self.pages.shard(o.slot) == shard)
                 self._preempt(max(near, key=lambda other: other.arrival))
