@@ -43,8 +43,6 @@ from deepinfer_jax.schedule import LayerPlan
 from deepinfer_jax.spec import Param
 from deepinfer_jax.structured import PoolManager
 
-FOREVER = np.iinfo(np.int32).max // 2
-
 
 class Slice(NamedTuple):
     """turn(weights, carry, given) -> (carry, output), the carry donated. weights, carry, given:
@@ -371,7 +369,7 @@ def _state(cfg: ModelConfig, numerics: Numerics, slots: int, pages: int, block: 
     return rest.replace(
         cache=drawn.cache(cfg, numerics, slots, pages // slots),
         params=sampling_state.neutral(slots),
-        limit=np.full(slots, FOREVER, np.int32),
+        limit=np.full(slots, states.FOREVER, np.int32),
         grammar=grammar,
     )
 

@@ -24,6 +24,7 @@ from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured.device import GrammarState, free
 
 GRAMMAR_LEVELS = 32  # open calls of a nested grammar
+FOREVER = np.iinfo(np.int32).max // 2  # a limit that no measured step comes near
 
 
 @flax.struct.dataclass

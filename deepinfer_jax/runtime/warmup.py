@@ -21,6 +21,7 @@ import jax
 import numpy as np
 
 from deepinfer_jax.runtime import cluster
+from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.programs import ADMITS_A_CALL
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
@@ -138,7 +139,7 @@ def measure(loop: Loop) -> dict[tuple[int, int], float]:
             seconds = []
             for _ in range(RUNS + 1):
                 again = (
-                    np.full(slots, np.iinfo(np.int32).max // 2, np.int32),
+                    np.full(slots, states.FOREVER, np.int32),
                     np.full(slots, start, np.int32),
                     np.zeros(slots, np.bool_),
                 )

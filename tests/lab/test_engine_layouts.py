@@ -40,8 +40,7 @@ def folder(tmp_path_factory) -> Path:
     return synthetic.write(tmp_path_factory.mktemp("layouts") / "model", small_model.hf(**SHORT))
 
 
-@functools.cache
-def engine(folder: Path, under: Layout) -> dj.LLM:
+def fresh(folder: Path, under: Layout, **options: Any) -> dj.LLM:
     """Eight slots; prompts go through in chunks of 32."""
     return dj.LLM(
         folder,
@@ -50,7 +49,11 @@ def engine(folder: Path, under: Layout) -> dj.LLM:
         max_slots=8,
         max_context=128,
         shapes=Shapes(prefill=((8, 32),)),
+        **options,
     )
+
+
+engine = functools.cache(fresh)
 
 
 def requests():
@@ -211,16 +214,7 @@ def test_loops_that_share_weights_move_experts_once(beside, folder):
         options = {"prefill": Group(slots=8)}
     if beside == "replicas":
         options = {"replicas": 2, "devices": jax.devices()[:1] * 2}
-    llm = dj.LLM(
-        folder,
-        under,
-        numerics=dj.Numerics.preset("float32", cache_qdq=False),
-        max_slots=8,
-        max_context=128,
-        shapes=Shapes(prefill=((8, 32),)),
-        speculate=0,
-        **options,
-    )
+    llm = fresh(folder, under, speculate=0, **options)
     before = llm.generate(work, params, strict=True)
     trace = np.random.default_rng(4).gamma(0.3, 20, (5, 64))
     for _ in range(2):
