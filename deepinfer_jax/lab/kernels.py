@@ -118,7 +118,9 @@ class Costs:
         x, weight, scales = args
         groups = x.shape[1:-1]  # matmul_groups: each has its own rows of the weight
         shape = (x.shape[0], *groups, weight.shape[0] // math.prod(groups))
-        out = jax.ShapeDtypeStruct(shape, jnp.dtype(kwargs["out_dtype"]))
+        if function == "partial_products":  # priced as one part
+            shape = (1, *shape)
+        out = jax.ShapeDtypeStruct(shape, jnp.dtype(kwargs.get("out_dtype", jnp.float32)))
         read = [_bytes(leaf) for leaf in (x, weight, scales) if leaf is not None]
         return {_kind(x): 2.0 * x.shape[0] * weight.size}, read, out
 

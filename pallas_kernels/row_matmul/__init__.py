@@ -52,6 +52,35 @@ def matmul(
     )
 
 
+def partial_products(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    invariant: bool = False,
+    implementation: str = "auto",
+) -> Float[Array, "parts rows n"]:
+    """`matmul` before its sum: float32 products of parts of K, for a kernel that adds them itself.
+
+    The product is ((part 0 + part 1) + part 2) + ...; how many parts there are is the
+    implementation's choice. Arguments are those of `matmul`: with `invariant` neither their number
+    nor the bits of a row depend on how many rows there are.
+
+    Raises:
+        ValueError: scales of another shape than the weight needs.
+        NotImplementedError: the named implementation declines this case.
+    """
+    formats.check_scales(w, scales)
+    return call(
+        "row_matmul",
+        "partial_products",
+        IMPLEMENTATIONS,
+        implementation,
+        (x, w, scales),
+        dict(invariant=invariant),
+    )
+
+
 def matmul_groups(
     x: Float[Array, "rows groups k"],
     w: Shaped[Array, "stacked k"],

@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import blackwell, formats
 from pallas_kernels.blackwell import Plan
-from pallas_kernels.row_matmul.groups import one_by_one
+from pallas_kernels.row_matmul.groups import one_by_one, one_part
 from pallas_kernels.row_matmul.hopper import check, terms
 from pallas_kernels.tiles import Product
 
@@ -51,3 +51,6 @@ def matmul(
 
 matmul_groups = functools.partial(one_by_one, matmul)
 """See pallas_kernels.row_matmul.matmul_groups."""
+
+partial_products = functools.partial(one_part, matmul)
+"""See pallas_kernels.row_matmul.partial_products."""

@@ -1,4 +1,5 @@
-"""Products of a row's parts, each with a matrix of its own, one part after the other."""
+"""What an implementation without a kernel of its own makes of its `matmul`: products of a row's
+groups, each with a matrix of its own, and the product as one part of K."""
 
 from collections.abc import Callable
 
@@ -26,3 +27,15 @@ def one_by_one(
         for group in range(groups)
     ]
     return jnp.stack(parts, axis=1)
+
+
+def one_part(
+    matmul: Callable[..., Array],
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    invariant: bool,
+) -> Float[Array, "parts rows n"]:
+    """`matmul` in float32 as the only part."""
+    return matmul(x, w, scales, out_dtype=jnp.float32, invariant=invariant)[None]

@@ -77,6 +77,39 @@ def matmul(
     """See pallas_kernels.row_matmul.matmul; `shape` overrides the tile shape."""
     del invariant  # always
     check(x, w, out_dtype)
+    return _in_order(_parts(x, w, scales, out_dtype, shape)).astype(out_dtype)
+
+
+def partial_products(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None = None,
+    *,
+    invariant: bool = False,
+    shape: Plan | None = None,
+) -> Float[Array, "parts rows n"]:
+    """See pallas_kernels.row_matmul.partial_products; `shape` overrides the tile shape."""
+    del invariant  # always
+    check(x, w, jnp.float32)
+    return _parts(x, w, scales, jnp.float32, shape)
+
+
+def _in_order(parts: Float[Array, "parts ..."]) -> Float[Array, "..."]:
+    """The sum over the first axis, one after the other: a chain of adds is one fused launch."""
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    return total
+
+
+def _parts(
+    x: Float[Array, "rows k"],
+    w: Shaped[Array, "n k"],
+    scales: Shaped[Array, "nb kb"] | None,
+    out_dtype: DTypeLike,
+    shape: Plan | None,
+) -> Float[Array, "parts rows n"]:
+    """The product of every part of K: one of `out_dtype`, or several in float32."""
     rows, k = x.shape
     kind, w, flat = _stored(w, scales)
     channels = w.shape[0]
@@ -98,13 +131,10 @@ def matmul(
         flat = jnp.pad(flat, (0, shape.height // 32 * -(-k // 32)))
     out = hopper.multiply(x, stacked.reshape(-1, k), flat, None, None, product, shape)
     if direct:
-        return out
+        return out[None]
     out = out.reshape(splits, rows, count, padded)[..., :channels]
-    total = jnp.zeros((rows, channels), jnp.float32)
-    for part in range(splits):
-        for term in reversed(range(count)):
-            total = total + out[part, :, term]
-    return total.astype(out_dtype)
+    # Terms of a part from the smallest on.
+    return _in_order(jnp.moveaxis(out, 2, 0)[::-1])
 
 
 def matmul_groups(

@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import formats
-from pallas_kernels.row_matmul.groups import one_by_one
+from pallas_kernels.row_matmul.groups import one_by_one, one_part
 
 TILE = 128
 
@@ -48,3 +48,6 @@ def matmul(
 
 matmul_groups = functools.partial(one_by_one, matmul)
 """See pallas_kernels.row_matmul.matmul_groups."""
+
+partial_products = functools.partial(one_part, matmul)
+"""See pallas_kernels.row_matmul.partial_products."""

@@ -132,6 +132,11 @@ def test_kernels_cost_what_they_must():
     assert work.products == {"bf16": 2 * 6 * 64 * 128}
     assert work.touched == {"0": 6 * 64 * 2, "1": 128 * 64 * 2}
     assert work.traffic == 6 * 128 * 4
+    args = (shape(6, 64), shape(128, 64), None)
+    parts = jax.eval_shape(
+        lambda *a: kernels.Costs()("row_matmul", "partial_products", a, {"invariant": False}), *args
+    )
+    assert parts.shape == (1, 6, 128) and parts.dtype == jnp.float32
     costs = kernels.Costs(used=0.5)
     sizes = shape(4, dtype=jnp.int32)
     args = (

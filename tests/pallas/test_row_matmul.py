@@ -60,6 +60,27 @@ def test_against_float64(rows, n, k, kind, dtype, out, invariant, implementation
     assert np.linalg.norm(got.astype(np.float64) - want) <= tolerance * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "n", "k", "kind", "dtype"),
+    [(5, 24, 320, "f32", np.float32), (70, 48, 64, "bf16", BF16), (3, 64, 128, "fp8", BF16)],
+)
+def test_partial_products_add_up_to_the_product(rows, n, k, kind, dtype, invariant, implementation):
+    args = inputs(rows, n, k, kind, dtype)
+    chosen = dict(invariant=invariant, implementation=implementation)
+    try:
+        parts = np.asarray(jax.jit(functools.partial(row_matmul.partial_products, **chosen))(*args))
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+    assert parts.dtype == np.float32 and parts.shape[1:] == (rows, n)
+    whole = functools.partial(row_matmul.matmul, out_dtype=jnp.float32, **chosen)
+    total = parts[0]
+    for part in parts[1:]:
+        total = total + part
+    np.testing.assert_array_equal(total, np.asarray(jax.jit(whole)(*args)))
+
+
 COUNTS = (1, 2, 6, 7, 31, 63, 64, 65, 100, 128, 200)
 
 
@@ -129,16 +150,15 @@ def test_parts_of_k_depend_on_the_weight_alone():
 
 
 @pytest.mark.parametrize("implementation", [i.name for i in row_matmul.IMPLEMENTATIONS])
-@pytest.mark.parametrize("function", ["matmul", "matmul_groups"])
+@pytest.mark.parametrize("function", ["matmul", "matmul_groups", "partial_products"])
 def test_scales_of_another_block_are_refused_by_every_implementation(function, implementation):
     """A kernel takes the place of a scale from the weight's shape."""
-    lead = (8,) if function == "matmul" else (8, 2)
+    lead = (8, 2) if function == "matmul_groups" else (8,)
+    dtype = {} if function == "partial_products" else {"out_dtype": jnp.float32}
     x = jax.ShapeDtypeStruct((*lead, 512), jnp.bfloat16)
     w = jax.ShapeDtypeStruct((256, 512), jnp.float8_e4m3fn)
     coarse = jax.ShapeDtypeStruct((2, 4), jnp.float8_e8m0fnu)
-    call = functools.partial(
-        getattr(row_matmul, function), out_dtype=jnp.float32, implementation=implementation
-    )
+    call = functools.partial(getattr(row_matmul, function), implementation=implementation, **dtype)
     with pytest.raises(
         ValueError,
         match=r"expected shape \(8, 16\) for values \(256, 512\), got \(2, 4\)",
