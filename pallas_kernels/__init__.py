@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 NAMES = {
-    "mla_attention": ("blackwell", "hopper", "reference"),
+    "mla_attention": ("blackwell", "hopper", "xla", "reference"),
     "grouped_gemm": ("hopper", "hopper_fp8", "blackwell", "xla", "reference"),
     "index_topk": ("hopper", "reference"),
     "row_matmul": ("hopper", "blackwell", "xla", "reference"),

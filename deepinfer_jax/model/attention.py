@@ -230,6 +230,7 @@ def core(
             selected_index,
             weights.sink,
             scale=setup.cfg.head_dim**-0.5,
+            invariant=setup.numerics.invariant,
             implementation=setup.kernels["mla_attention"],
         )
 

@@ -14,6 +14,7 @@ from pallas_kernels.formats import Rows
 IMPLEMENTATIONS = (
     Implementation("blackwell", f"{__name__}.blackwell", ("gpu",), (10, 0), (11, 0)),
     Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0), (10, 0)),
+    Implementation("xla", f"{__name__}.xla", ("gpu",)),
     Implementation("reference", f"{__name__}.reference"),
 )
 
@@ -27,6 +28,7 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
+    invariant: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys (V4.1 report 2.3); K = V = the stored row.
@@ -40,6 +42,7 @@ def attend(
         selected_index: rows of `selected`, ascending; -1 is an empty slot.
         sink: a logit a head that joins the denominator only.
         scale: multiplies q.k, not the sink.
+        invariant: a row's bits do not depend on how many rows are in the call.
         implementation: the name of an implementation, or "auto".
 
     Returns:
@@ -50,5 +53,5 @@ def attend(
         NotImplementedError: a named implementation declines the case.
     """
     args = (q, window, window_index, selected, selected_index, sink)
-    options = {"scale": scale}
+    options = {"scale": scale, "invariant": invariant}
     return call("mla_attention", "attend", IMPLEMENTATIONS, implementation, args, options)

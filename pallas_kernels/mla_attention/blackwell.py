@@ -51,12 +51,14 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
+    invariant: bool = False,
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys; arguments as in the package's `attend`.
 
     Raises:
         NotImplementedError: q is not bfloat16 [r, <= 64 heads, 512], or a row format has no gather.
     """
+    del invariant  # always
     case = launch.prepare(q, window, window_index, selected, selected_index, sink)
     if case is None:
         return jnp.zeros_like(q)

@@ -67,8 +67,29 @@ def attend(
     sink: Float32[Array, " h"],
     *,
     scale: float,
+    invariant: bool = False,
 ) -> Float[Array, "r h d"]:
     """Attention of every query row over its own keys; arguments as in the package's `attend`."""
+    del invariant  # always
+    return in_tiles(
+        ROW_TILE, q, window, window_index, selected, selected_index, sink, scale=scale, unroll=1
+    )
+
+
+def in_tiles(
+    tile_rows: int,
+    q: Float[Array, "r h d"],
+    window: Rows,
+    window_index: Int32[Array, "r w"],
+    selected: Rows | None,
+    selected_index: Int32[Array, "r k"] | None,
+    sink: Float32[Array, " h"],
+    *,
+    scale: float,
+    unroll: int | bool,
+) -> Float[Array, "r h d"]:
+    """`attend` in tiles of `tile_rows` rows, one after the other; unroll: blocks of slots in a turn
+    of their loop, True for all."""
     if (
         selected is None
         or selected_index is None
@@ -81,16 +102,18 @@ def attend(
         selected = selected_index = None
 
     def chunk(args: tuple[Array, Array, Array | None]) -> Array:
-        return _attend_rows(args[0], window, args[1], selected, args[2], sink, scale)
+        return _attend_rows(args[0], window, args[1], selected, args[2], sink, scale, unroll)
 
     rows = q.shape[0]
     operands = (q, window_index, selected_index)
-    tiles = -(-rows // ROW_TILE)
-    pad = tiles * ROW_TILE - rows
+    if rows <= tile_rows and unroll is True:
+        return chunk(operands)
+    tiles = -(-rows // tile_rows)
+    pad = tiles * tile_rows - rows
 
     def tile(x: Array) -> Array:
         x = jnp.pad(x, ((0, pad), *[(0, 0)] * (x.ndim - 1)))
-        return x.reshape(tiles, ROW_TILE, *x.shape[1:])
+        return x.reshape(tiles, tile_rows, *x.shape[1:])
 
     out = lax.map(chunk, jax.tree.map(tile, operands))
     return out.reshape(-1, *q.shape[1:])[:rows]
@@ -114,6 +137,7 @@ def _attend_rows(
     selected_index: Array | None,
     sink: Array,
     scale: float,
+    unroll: int | bool,
 ) -> Array:
     index, keys = window_index, gather(window, window_index, q.dtype)
     if selected is not None and selected_index is not None:
@@ -145,6 +169,6 @@ def _attend_rows(
         jnp.zeros(heads, jnp.float32),
         jnp.zeros(q.shape, jnp.float32),
     )
-    (peak, total, out), _ = lax.scan(block, start, (index, keys))
+    (peak, total, out), _ = lax.scan(block, start, (index, keys), unroll=unroll)
     total = (total + jnp.exp(sink[None] - peak))[..., None]
     return jnp.where(total > 0, out / total, 0.0).astype(q.dtype)

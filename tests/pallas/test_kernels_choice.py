@@ -44,9 +44,9 @@ def test_parse_takes_one_name_a_mapping_json_and_itself():
     [
         ({"gemm": "xla"}, "no operation 'gemm'"),
         ({"row_matmul": "cuda"}, "kernels.row_matmul: no implementation 'cuda'"),
-        ({"mla_attention": "xla"}, "no implementation 'xla'; expected one of auto, blackwell, h"),
+        ({"index_topk": "xla"}, "no implementation 'xla'; expected one of auto, hopper, r"),
         ("fast", "kernels.mla_attention: no implementation 'fast'"),
-        ("xla", "kernels.mla_attention: no implementation 'xla'"),
+        ("xla", "kernels.index_topk: no implementation 'xla'"),
         ("blackwell", "kernels.index_topk: no implementation 'blackwell'; expected one of auto, "),
         ("hopper_fp8", "kernels.mla_attention: no implementation 'hopper_fp8'"),
         ('{"row_matmul": xla}', 'is not JSON .*; expected {"operation": "implementation", ...}$'),

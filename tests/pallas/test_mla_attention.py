@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import target
 from pallas_kernels.cases import tagged
 from pallas_kernels.formats import E2M1
-from pallas_kernels.mla_attention import IMPLEMENTATIONS, attend
+from pallas_kernels.mla_attention import IMPLEMENTATIONS, attend, xla
 from pallas_kernels.mla_attention.reference import BLOCK, ROW_TILE, unpack
 from pallas_kernels.mla_attention.shapes import CASES
 from pallas_kernels.mla_attention.shapes import SCALE as SCALES
@@ -211,6 +211,29 @@ def test_reference_on_every_small_shape(case):
     assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
 
 
+@pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
+@pytest.mark.parametrize("turns", [False, True])
+def test_without_loops_on_every_small_shape(case, turns, monkeypatch):
+    """The form for GPUs without a kernel, run here; turns: a tile has room for 3 to 6 rows."""
+    args, plain = built(case)
+    if turns:
+        slots = BLOCK + sum(x.shape[1] for x in (args[2], args[4]) if x is not None)
+        monkeypatch.setattr(xla, "GATHERED", 3 * slots * args[0].shape[2] * 8)
+    run = jax.jit(lambda *a: xla.attend(*a, **case.keywords()))
+    got = np.asarray(run(*args), np.float64)
+    want = oracle(*plain, scale=SCALES)
+    assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
+
+
+def test_without_loops_declines_what_it_cannot_promise(monkeypatch):
+    args = draw(12)
+    with pytest.raises(NotImplementedError, match="how many rows"):
+        xla.attend(*args, scale=SCALE, invariant=True)
+    monkeypatch.setattr(xla, "GATHERED", 1000)
+    with pytest.raises(NotImplementedError, match="a tile 1000"):
+        xla.attend(*args, scale=SCALE)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", tagged(CASES, "test"), ids=lambda case: case.name)
 @pytest.mark.parametrize("kind", [i for i in IMPLEMENTATIONS if i.name != "reference"], ids=str)
@@ -227,6 +250,8 @@ def test_kernels_on_every_small_shape(case, kind):
     want, got = oracle(*plain, scale=SCALES), np.asarray(out, np.float64)
     assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
     np.testing.assert_array_equal(out, run(*args))
+    if kind.name == "xla":
+        return
     q, window, index, selected, chosen, sink = args
     some = None if chosen is None else chosen[1:]
     np.testing.assert_array_equal(run(q[1:], window, index[1:], selected, some, sink), out[1:])
