@@ -40,7 +40,8 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_num_cpu_devices", 8)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     jax.config.update("jax_numpy_rank_promotion", "raise")
-    jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("jax")))
     jax.config.update("jax_compilation_cache_max_size", 2 * 2**30)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.3)
 

@@ -175,7 +175,10 @@ def _idle(options: argparse.Namespace) -> int:
         max_slots=options.requests,
         max_context=context,
         speculate=options.speculate,
-        shapes=Shapes(pages=engines.enough_pages(options.requests, context)),
+        shapes=Shapes(
+            prefill=((min(8, options.requests), prompt),),
+            pages=engines.enough_pages(options.requests, context),
+        ),
     )
     found = engines.idle_between_steps(llm, prompt, options.steps, options.profile)
     name = f"engine decode, {options.requests} requests"

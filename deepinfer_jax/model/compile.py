@@ -4,6 +4,10 @@ Everywhere: XLA may keep a value in float32 where the program rounds it to bfloa
 again ("excess precision"); whether it does depends on what it fuses. The rounding points are part
 of the model's numerics and of the promise of equal bits, so it may not.
 
+On a CUDA device: kernels that do not wait for each other's results may run side by side. A decode
+step is one graph of thousands of kernels, most of them too small to fill the device; one after the
+other they leave it idle between them (docs/benchmarks.md).
+
 On a CPU: XLA hands some sums and chains of elementwise operations to the YNNPACK library, by their
 size, and that library sums in another order than XLA's own loops. A row's bits would then depend
 on how many rows are computed (seen in the mHC write-back: 8 rows against 15). It is left out; the
@@ -30,6 +34,7 @@ from jax.extend import backend
 import pallas_kernels
 
 COMPILER_OPTIONS = {"xla_allow_excess_precision": False}
+CUDA_OPTIONS = {"xla_gpu_command_buffer_scheduling_mode": "CONCURRENT"}
 CPU_OPTIONS = {"xla_cpu_experimental_ynn_fusion_type": ""}
 
 
@@ -37,9 +42,9 @@ def compiler_options() -> dict[str, bool | str]:
     """The options for the default backend; asks jax for it, so devices must be settled."""
     client = jax.devices()[0].client
     name = next(name for name, one in backend.backends().items() if one is client)
-    if name in ("cuda", "rocm", "tpu"):
+    if name in ("rocm", "tpu"):
         return dict(COMPILER_OPTIONS)
-    wanted = COMPILER_OPTIONS | CPU_OPTIONS
+    wanted = COMPILER_OPTIONS | (CUDA_OPTIONS if name == "cuda" else CPU_OPTIONS)
     if name == "cpu":
         return wanted
     return {key: value for key, value in wanted.items() if takes(key, value)}

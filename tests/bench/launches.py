@@ -29,7 +29,7 @@ from deepinfer_jax.bench import slices  # noqa: E402
 from deepinfer_jax.bench.counts import Rows  # noqa: E402
 from deepinfer_jax.config import ModelConfig, Numerics  # noqa: E402
 from deepinfer_jax.lab import aot, devices  # noqa: E402
-from deepinfer_jax.model.compile import COMPILER_OPTIONS  # noqa: E402
+from deepinfer_jax.model.compile import COMPILER_OPTIONS, CUDA_OPTIONS  # noqa: E402
 from deepinfer_jax.spec import Param  # noqa: E402
 
 OPERATION = re.compile(r" (?:fusion|custom-call|copy|sort|while|conditional|scatter)\(")
@@ -67,7 +67,7 @@ def main() -> None:
     with aot.context(device, targets):
         lowered = jax.jit(step.turn, donate_argnums=1).lower(*given)
         between = time.perf_counter()
-        compiled = lowered.compile(compiler_options=dict(COMPILER_OPTIONS))
+        compiled = lowered.compile(compiler_options=COMPILER_OPTIONS | CUDA_OPTIONS)
     end = time.perf_counter()
     (sequence,) = Path(DUMP.name).glob("*.thunk_sequence_after_thunk_passes.txt")
     launches = re.findall(r"^\d+: (k\w+)", sequence.read_text(), re.MULTILINE)

@@ -168,8 +168,10 @@ def test_a_plugin_gets_the_compiler_options_that_it_knows(monkeypatch: pytest.Mo
     found = {one.name: one for one in platform.probe(jax.devices(), names={"compiler options"})}
     assert "xla_cpu_of_another_compiler" in found["compiler options"].detail
     assert not found["compiler options"].works and not found["compiler options"].lacking
-    monkeypatch.setattr(compile.backend, "backends", lambda: {"cuda": here})
+    monkeypatch.setattr(compile.backend, "backends", lambda: {"tpu": here})
     assert compile.compiler_options() == compile.COMPILER_OPTIONS
+    monkeypatch.setattr(compile.backend, "backends", lambda: {"cuda": here})
+    assert compile.compiler_options() == compile.COMPILER_OPTIONS | compile.CUDA_OPTIONS
 
 
 @pytest.mark.parametrize(
