@@ -2,6 +2,8 @@
 
     seconds        of a turn: turns are dispatched in bursts, a burst's wall time over its turns is
                    one sample; median, 10th and 90th percentile, least and most of the samples
+    dispatch       the part of it after which the host had handed over a burst's last turn; where it
+                   is nearly `seconds`, the host or a full queue holds the device up
     of_arithmetic  needed FLOP / seconds / (a large bf16 product, same process)
     of_memory      needed bytes / seconds / (a large copy, reads plus writes, same process)
     of_floor       the larger of the two least times over the measured one
@@ -101,20 +103,24 @@ def run(
     first = time.perf_counter() - begin
     _check(one, out)
 
-    def several(carry: Any) -> Any:
+    def several(carry: Any) -> tuple[Any, float, float]:
+        begin = time.perf_counter()
         for _ in range(burst):
             carry, _ = call(weights, carry, given)
-        return jax.block_until_ready(carry)
+        handed = time.perf_counter() - begin
+        jax.block_until_ready(carry)
+        return carry, (time.perf_counter() - begin) / burst, handed / burst
 
-    carry = several(carry)
-    samples = []
+    carry, *_ = several(carry)
+    samples, handed = [], []
     for _ in range(repeats):
-        begin = time.perf_counter()
-        carry = several(carry)
-        samples.append((time.perf_counter() - begin) / burst)
+        carry, whole, part = several(carry)
+        samples.append(whole)
+        handed.append(part)
     stats = jax.devices()[0].memory_stats() or {}
     found = {
         "seconds": _spread(samples),
+        "dispatch": _spread(handed),
         "first_call_seconds": first,
         "repeats": repeats,
         "burst": burst,

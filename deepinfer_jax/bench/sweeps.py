@@ -128,6 +128,7 @@ def text(record: dict[str, Any]) -> str:
         work,
         f"{reach['of_arithmetic']:.1%} of bf16, {reach['of_memory']:.1%} of the copy rate",
         f"bound by {reach['bound']}, {reach['of_floor']:.1%} of its floor",
+        f"dispatched in {record['dispatch']['median'] * 1e3:.3f} ms",
     ]
     if record["tokens_s"] is not None:
         parts.append(f"{record['tokens_s']:.0f} tokens/s")
