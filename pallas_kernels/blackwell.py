@@ -344,6 +344,7 @@ def _kernel(product: Product, plan: Plan):
     per_stage = plan.stages
     return plgpu.kernel(
         kernel,
+        kernel_name=f"product_{kind}_{product.width}x{product.k}",
         out_type=jax.ShapeDtypeStruct((product.rows, product.width), product.out_dtype),
         grid=(plan.blocks,),
         grid_names=("block",),

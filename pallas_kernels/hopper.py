@@ -318,6 +318,7 @@ def _kernel(product: Product, plan: Plan):
     out = (product.splits * product.rows, product.width)
     return plgpu.kernel(
         kernel,
+        kernel_name=f"product_{kind}_{product.width}x{product.k}",
         out_type=jax.ShapeDtypeStruct(out, product.out_dtype),
         grid=(clusters,),
         grid_names=("block",),

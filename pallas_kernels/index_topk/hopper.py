@@ -318,6 +318,7 @@ def _score_program(
     transforms = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
     return plgpu.kernel(
         body,
+        kernel_name="index_scores",
         out_type=outs,
         grid=(grid,),
         grid_names=("cta",),
@@ -346,6 +347,7 @@ def _merge_program(lines: int, size: int, k: int):
 
     return plgpu.kernel(
         body,
+        kernel_name="index_merge",
         out_type=[
             jax.ShapeDtypeStruct((lines, keep), jnp.bfloat16),
             jax.ShapeDtypeStruct((lines, keep), jnp.int32),
@@ -367,6 +369,7 @@ def _mask_program(lines: int, blocks: int, k: int):
 
     return plgpu.kernel(
         body,
+        kernel_name="index_pool",
         out_type=jax.ShapeDtypeStruct((lines, blocks), jnp.uint8),
         grid=(lines,),
         grid_names=("line",),

@@ -302,6 +302,7 @@ def program(
     tensor = functools.partial(plgpu.Barrier, orders_tensor_core=True)
     return plgpu.kernel(
         body,
+        kernel_name="mla_attention",
         out_type=jax.ShapeDtypeStruct((rows, HEADS, WIDTH), jnp.bfloat16),
         grid=(grid,),
         grid_names=("cta",),

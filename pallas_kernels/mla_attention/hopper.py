@@ -209,6 +209,7 @@ def _program(
     tile = functools.partial(plgpu.SMEM, dtype=jnp.bfloat16, transforms=gather.TRANSFORMS)
     return plgpu.kernel(
         body,
+        kernel_name="mla_attention",
         out_type=jax.ShapeDtypeStruct((rows, HEADS, WIDTH), jnp.bfloat16),
         grid=(grid,),
         grid_names=("cta",),
