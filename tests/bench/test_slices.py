@@ -50,7 +50,7 @@ def test_a_decode_sweep_profiled(config: str, tmp_path: Path, capsys) -> None:
     assert found["draft_block"] == small_model.BLOCK
     median = found["seconds"]["median"]
     assert len(found["seconds"]["samples"]) == 3 and found["seconds"]["least"] <= median
-    assert 0 < found["dispatch"]["median"] and found["dispatch"]["most"] <= found["seconds"]["most"]
+    assert 0 < found["dispatch"]["least"] <= found["dispatch"]["most"] <= found["seconds"]["most"]
     assert found["tokens_per_turn"] == pytest.approx(3 * 1.75)
     assert found["tokens_s"] == pytest.approx(3 * 1.75 / median)
     reached, best = found["reached"], found["ceilings"]
