@@ -148,15 +148,17 @@ def correct(
 ) -> tuple[Float32[Array, "groups vocab"], Float32[Array, " groups"]]:
     """Logits of one draft row given the token before it, and the row's confidence (a logit)."""
     with jax.named_scope("dspark_markov"):
+        # Not widened: products of bfloat16 numbers are exact in the sum's float32.
         before = parallel.take(weights.markov_embed, previous, setup.layout, "vocab", setup.phase)
+        before = before.astype(x.dtype)
         bias = parallel.columns(
             lambda rows: linear(setup, rows, weights.markov_head, dtype=jnp.dtype(jnp.float32)),
-            before.astype(jnp.float32),
+            before,
             setup.layout,
             "vocab",
             setup.phase,
         )
-        features = jnp.concatenate([x.astype(jnp.float32), before.astype(jnp.float32)], axis=-1)
+        features = jnp.concatenate([x, before], axis=-1)
         confidence = linear(setup, features, weights.confidence, dtype=jnp.dtype(jnp.float32))
         return base + bias, confidence[:, 0]
 
