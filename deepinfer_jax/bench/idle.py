@@ -7,10 +7,15 @@ the run of it. Over the span from the first operation to the last one,
     between   the part of it that lies between two runs: the last operation before the gap and the
               first one after it belong to different runs. None where the profile has no runs; then
               `idle`, which also has the gaps inside a run, bounds it from above
+
+`ranking` says what the device's time went to, by kernel. Kernels of one name but for the number
+that the compiler gave them are one line; our own are named after their operation and shape.
 """
 
 import dataclasses
+import re
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,12 +24,23 @@ import jax
 
 
 class Op(NamedTuple):
-    """start, end in ns; module: "" where the profile has none; run: (module, run) or None."""
+    """start, end in ns; module: "" where the profile has none; run: (module, run) or None; name: of
+    the kernel or copy."""
 
     start: float
     end: float
     module: str
     run: tuple[str, int] | None
+    name: str = ""
+
+
+class Share(NamedTuple):
+    """A kernel's launches and seconds in one turn, and its share of all kernels' time."""
+
+    kernel: str
+    launches: float
+    seconds: float
+    share: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,6 +116,23 @@ def measure(ops: Iterable[Op], module: str | None = None) -> Idle:
     )
 
 
+def ranking(ops: Iterable[Op], turns: int, most: int = 20) -> list[Share]:
+    """The kernels that took longest over `turns` equal turns, longest first; the last entry,
+    "others", is all the rest. Kernels that ran side by side each count in full."""
+    spent: defaultdict[str, list[float]] = defaultdict(list)
+    for op in ops:
+        spent[re.sub(r"(?:[._]\d+)+$", "", op.name) or "unnamed"].append(op.end - op.start)
+    total = sum(map(sum, spent.values()))
+    longest = sorted(spent, key=lambda kernel: sum(spent[kernel]), reverse=True)
+    lines = [(kernel, spent[kernel]) for kernel in longest[:most]]
+    if rest := [time for kernel in longest[most:] for time in spent[kernel]]:
+        lines.append(("others", rest))
+    return [
+        Share(kernel, len(times) / turns, sum(times) / turns / 1e9, sum(times) / total)
+        for kernel, times in lines
+    ]
+
+
 def _ops(profile: Any) -> Iterator[Op]:
     """Of a GPU's streams everything is work, named or not (nodes of a graph need not be); of the
     host's threads only what belongs to a compiled module. Of several devices, the first."""
@@ -119,7 +152,8 @@ def _ops(profile: Any) -> Iterator[Op]:
                     continue
                 name = str(module or "")
                 end = event.start_ns + event.duration_ns
-                yield Op(event.start_ns, end, name, None if run is None else (name, int(run)))
+                place = None if run is None else (name, int(run))
+                yield Op(event.start_ns, end, name, place, str(event.name))
 
 
 _SUMMARIES: Sequence[str] = ("XLA Modules", "XLA Ops", "Steps", "Framework Ops", "Source code")

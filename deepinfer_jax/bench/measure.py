@@ -132,7 +132,9 @@ def run(
     if profile is not None:
         with idle.recorded(profile):
             several(carry)
-        found["idle"] = idle.measure(idle.read(profile), MODULE).__dict__
+        ops = idle.read(profile)
+        found["idle"] = idle.measure(ops, MODULE).__dict__
+        found["ranking"] = [share._asdict() for share in idle.ranking(ops, burst)]
     return _record(one) | found
 
 

@@ -52,6 +52,16 @@ def test_a_module_that_did_not_run_is_named() -> None:
         idle.measure(step(0, 1), "jit_decode")
 
 
+def test_the_ranking_joins_what_differs_by_a_number_only() -> None:
+    names = ("product_fp8_64x32_1", "fusion.7", "product_fp8_64x32_2", "copy", "fusion.8")
+    ops = [Op(100 * i, 100 * i + 10 * (i + 1), "", None, name) for i, name in enumerate(names)]
+    first, second, others = idle.ranking(ops, turns=2, most=2)
+    assert first == ("fusion", 1.0, pytest.approx(35e-9), pytest.approx(70 / 150))
+    assert second == ("product_fp8_64x32", 1.0, pytest.approx(20e-9), pytest.approx(40 / 150))
+    assert others == ("others", 0.5, pytest.approx(20e-9), pytest.approx(40 / 150))
+    assert len(idle.ranking(ops, turns=1, most=3)) == 3, "nothing is left over"
+
+
 def test_a_profile_recorded_here(tmp_path: Path) -> None:
     @jax.jit
     def turn(x: jax.Array) -> jax.Array:

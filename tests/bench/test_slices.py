@@ -58,6 +58,7 @@ def test_a_decode_sweep_profiled(config: str, tmp_path: Path, capsys) -> None:
     assert reached["of_arithmetic"] == pytest.approx(flop / median / best["bf16"])
     assert best["fp8"] is None and best["copy"] > 0
     assert found["idle"]["runs"] == 2
+    assert sum(line["share"] for line in found["ranking"]) == pytest.approx(1)
     assert {one["op"] for one in found["kernels"]} >= {"mla_attention", "grouped_gemm"}
     environment = found["environment"]
     assert environment["platform"] == "cpu" and environment["clocks"] == "as found, not read"
