@@ -33,6 +33,7 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     parser.add_argument("--ranks", type=positive, default=64, help="of the expert-parallel group")
     parser.add_argument("--no-draft", action="store_true", help="no drafter in the step")
     parser.add_argument("--numerics", default="reference", help="reference, bf16 or float32")
+    parser.add_argument("--invariant", action="store_true", help="same bits for any row count")
     parser.add_argument("--replay", default="compact", help="prefill: full, mask or compact")
     parser.add_argument("--kernels", default="auto", help="auto, a name, or JSON {op: name}")
     parser.add_argument("--tokens", default=TOKENS, metavar="N,N", help="prefill: a step")
@@ -93,7 +94,7 @@ def _slice(options: argparse.Namespace) -> int:
     replay = "full" if decode or options.layers is not None else options.replay
     part = sweeps.Part(
         ModelConfig.from_json(shipped.find("models", options.model)),
-        Numerics.preset(options.numerics, replay=replay),
+        Numerics.preset(options.numerics, replay=replay, invariant=options.invariant),
         None if options.layers is None else tuple(numbers("--layers", options.layers, 0)),
         options.ranks,
         not options.no_draft,

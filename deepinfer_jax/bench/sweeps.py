@@ -38,6 +38,11 @@ class Part:
     draft: bool = True
     kernels: Kernels = dataclasses.field(default_factory=Kernels.auto)
 
+    @property
+    def manner(self) -> str:
+        """What a point's name says of the numerics."""
+        return ", invariant" if self.numerics.invariant else ""
+
     def slice(self, phase: str, rows: Rows, draft: bool) -> Slice:
         if self.layers is not None:
             return slices.layers(
@@ -56,7 +61,7 @@ def prefill(part: Part, tokens: Sequence[int], prompt: int) -> Iterator[tuple[st
         if count % width:
             raise ValueError(f"tokens = {count}; expected a multiple of the prompt, {prompt}")
         rows = Rows(count // width, width)
-        name = f"prefill, {count} tokens in prompts of {width}"
+        name = f"prefill, {count} tokens in prompts of {width}{part.manner}"
         yield name, lambda rows=rows: part.slice("prefill", rows, part.draft), float(count)
 
 
@@ -80,7 +85,7 @@ def decode(
             each = counts.accepted(acceptance[: width - 1])
         for many in requests:
             rows = Rows(many, width, context - width)
-            name = f"decode, {many} requests x {width} rows, context {context}"
+            name = f"decode, {many} requests x {width} rows, context {context}{part.manner}"
             gained = None if each is None else many * each
             yield (
                 name,

@@ -79,9 +79,10 @@ def test_a_prefill_sweep(config: str, tmp_path: Path, capsys) -> None:
 
 def test_a_layer_slice(config: str, capsys) -> None:
     words = ["bench", "slice", "decode", "--model", config, "--layers", "1,2", "--ranks", "2"]
-    words += ["--requests", "4", "--rows", "2", "--context", "128", *FEW, "--json"]
+    words += ["--requests", "4", "--rows", "2", "--context", "128", "--invariant", *FEW, "--json"]
     assert cli.main(words) == 0
     (found,) = lines(capsys)
+    assert found["numerics"]["invariant"] and found["name"].endswith(", invariant")
     assert found["slice"] == "layers" and found["layers"] == [1, 2]
     assert found["experts_held"] == 4, "a layer slice holds all experts"
     assert found["tokens_per_turn"] is None and found["tokens_s"] is None
