@@ -28,6 +28,7 @@ NAMES = {
     "index_topk": ("hopper", "reference"),
     "row_matmul": ("hopper", "blackwell", "xla", "reference"),
     "sinkhorn": ("hopper", "reference"),
+    "quantise": ("hopper", "reference"),
 }
 """Operation -> names of its implementations, as its IMPLEMENTATIONS has them: a wrong name is told
 before a kernel, or a weight, is loaded."""

@@ -50,6 +50,7 @@ def multiply(
     row_scale: Float[Array, " rows"] | None = None,
     *,
     groups: int = 1,
+    ordered: bool = False,
 ) -> Float[Array, "split_rows out"]:
     """x times the matrices stacked in `weights`, rows sorted by matrix.
 
@@ -60,6 +61,7 @@ def multiply(
         group_sizes: rows of each matrix; None for `groups` matrices with as many rows each.
         route: float32 routing weights of SwiGLU, else None.
         row_scale: float32 power of two of every e4m3 row.
+        ordered: the columns of x are already in the order of K of these weights.
 
     Returns:
         [splits * rows, out]; rows past the groups are zero.
@@ -68,7 +70,10 @@ def multiply(
         tiles, count = equal_groups(groups, product.rows // groups, plan.rows)
     else:
         tiles, count = row_tiles(group_sizes, product.rows, plan.rows)
-    blocks = registers.order_columns(x, product.kind, e4m3=product.e4m3)
+    if ordered:
+        blocks = x.reshape(product.rows, product.k // 64, 64)
+    else:
+        blocks = registers.order_columns(x, product.kind, e4m3=product.e4m3)
     short = max(0, plan.rows - product.rows)
     blocks = jnp.pad(blocks, ((0, short), (0, 0), (0, 0)))
     pad = (0, plan.rows)

@@ -11,7 +11,7 @@ its products and the bytes it has to read.
                     candidate pool a row scores no more than the pool has, and a sequence reads no
                     more than the pools of its rows
     row_matmul      2 r K N FLOP;                reads the weight once
-    sinkhorn        as its reference: no products
+    sinkhorn, quantise    as their references: no products
 
 Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
 """
@@ -24,6 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.quantise import reference as quantise
 from pallas_kernels.sinkhorn import reference as sinkhorn
 
 NAME = "priced_kernel_"
@@ -50,8 +51,11 @@ class Costs:
     found: list[Cost] = dataclasses.field(default_factory=list)
 
     def __call__(self, op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if op == "sinkhorn":  # no products, and what it reads is small: as the reference does it
+        # No products, and what they read is small: as the references do it.
+        if op == "sinkhorn":
             return sinkhorn.normalise(*args, **kwargs)
+        if op == "quantise":
+            return quantise.round_trip(*args, **kwargs)
         price = getattr(self, f"_{op}", None)
         if price is None:
             raise NotImplementedError(f"lab: no cost is declared for kernel {op}.{function}")
@@ -81,16 +85,18 @@ class Costs:
         return {_kind(q): flop}, read, jax.ShapeDtypeStruct(q.shape, q.dtype)
 
     def _grouped_gemm(self, function, args, kwargs):
-        x, values, scales, sizes, *weight = args
-        rows, experts = x.shape[0] * self.used, values.shape[0]
+        x, values, scales, sizes, *rest = args  # of gate_up: routing weights, and source or None
+        source = rest[1] if len(rest) > 1 else None
+        count = x.shape[0] if source is None else source.shape[0]
+        rows, experts = count * self.used, values.shape[0]
         inner = math.prod(values.shape[1:-1])
         hit = 1 - (1 - 1 / experts) ** rows
-        read = [_bytes(x) * self.used, _bytes(values) * hit]
+        read = [min(_bytes(x), rows * _bytes(x) / x.shape[0]), _bytes(values) * hit]
         read += [_bytes(scales) * hit] if scales is not None else []
-        read += [_bytes(leaf) for leaf in (sizes, *weight)]
+        read += [_bytes(leaf) for leaf in (sizes, *rest) if leaf is not None]
         kind = "fp8" if kwargs.get("act_quant") and values.dtype.itemsize == 1 else _kind(x)
         out = inner // 2 if function == "gate_up" else inner
-        shape = jax.ShapeDtypeStruct((x.shape[0], out), x.dtype)
+        shape = jax.ShapeDtypeStruct((count, out), x.dtype)
         return {kind: 2.0 * rows * x.shape[1] * inner}, read, shape
 
     def _index_topk(self, function, args, kwargs):

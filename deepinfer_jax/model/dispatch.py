@@ -30,7 +30,8 @@ from jaxtyping import Array, Bool, Float, Int32
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel
 
-Mlp = Callable[..., Array]  # (x [n, d], group_sizes [e], weight [n]) -> [n, d]; rows by expert
+Mlp = Callable[..., Array]
+"""(x [tok, d], source [n], group_sizes [e], weight [n]) -> [n, d]: rows x[source], by expert."""
 Wire = tuple[Callable[[Array], Any], Callable[[Any], Array]]  # to and from what travels
 
 
@@ -167,7 +168,7 @@ def _grouped(
     expert = jnp.where(mine, expert, experts)
     order = jnp.argsort(expert, stable=True)
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
-    y = mlp(x[source[order]], sizes, weight[order])
+    y = mlp(x, source[order], sizes, weight[order])
     # Where each pair went: numbers are scattered, rows are gathered by what sums them.
     number = jnp.arange(order.size, dtype=order.dtype)
     place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)

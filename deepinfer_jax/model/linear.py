@@ -12,7 +12,7 @@ from deepinfer_jax.model import parallel
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized
-from pallas_kernels import formats, row_matmul
+from pallas_kernels import formats, quantise, row_matmul
 
 
 @shared("setup", "dtype")
@@ -22,7 +22,7 @@ def linear(
     """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`."""
     quantized = isinstance(weight, Quantized)
     if quantized and setup.numerics.act_quant:
-        x = formats.round_trip_activations(x)
+        x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
     return row_matmul.matmul(
         x,
         weight.values if quantized else weight.astype(x.dtype),

@@ -146,9 +146,9 @@ def routed_experts(
             "implementation": setup.kernels["grouped_gemm"],
         }
 
-        def mlp(x: Array, sizes: Array, weight: Array) -> Array:
+        def mlp(x: Array, source: Array, sizes: Array, weight: Array) -> Array:
             hidden = grouped_gemm.gate_up(
-                x, *stacked, sizes, weight, limit=setup.cfg.swiglu_limit, **options
+                x, *stacked, sizes, weight, source, limit=setup.cfg.swiglu_limit, **options
             )
             return grouped_gemm.down(hidden, *w2, sizes, **options)
 

@@ -28,11 +28,12 @@ IMPLEMENTATIONS = (
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
@@ -41,13 +42,15 @@ def gate_up(
     """Gate and up projection, clamped SwiGLU and routing weight.
 
     Args:
-        x: bf16 or f32 rows sorted by expert.
+        x: bf16 or f32 rows sorted by expert; with `source`, in any order.
         values: gate (index 0) and up (index 1): uint8 [E, 2, I, K/2], e4m3 [E, 2, I, K] or bf16 /
             f32 [E, 2, I, K].
         scales: e8m0 (or its bytes) [E, 2, I, K/32] for MXFP4, [E, 2, ceil(I/32), ceil(K/32)] for
             e4m3, else None.
         group_sizes: rows of each expert, in order; the sum may be below the number of rows.
         route_weight: f32, multiplied in float32 before the result is rounded.
+        source: row r of the product is x[source[r]], indices in range: a kernel that quantises its
+            rows gathers them in the same pass. None where x is sorted already.
         limit: bound of the activation's inputs (10 in the released model).
         act_quant: round x through e4m3 first.
 
@@ -59,7 +62,7 @@ def gate_up(
         NotImplementedError: the named implementation declines this case.
     """
     formats.check_scales(values, scales)
-    args = (x, values, scales, group_sizes, route_weight)
+    args = (x, values, scales, group_sizes, route_weight, source)
     return call(
         "grouped_gemm",
         "gate_up",

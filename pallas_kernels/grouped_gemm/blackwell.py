@@ -44,17 +44,19 @@ def _multiply(
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
     shape: Plan | None = None,
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape."""
+    x = x if source is None else x[source]
     real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     route = jnp.where(real, route_weight, 0.0)
     return _multiply(x, values, scales, group_sizes, route, limit, act_quant, shape)

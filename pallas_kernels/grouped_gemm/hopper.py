@@ -7,12 +7,14 @@ expert gets; the order of K does not.
 """
 
 import functools
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import formats, hopper, tiles
 from pallas_kernels.grouped_gemm.reference import swiglu
+from pallas_kernels.quantise import hopper as quantise
 from pallas_kernels.tiles import Plan, Product
 
 FEW = 24
@@ -36,12 +38,15 @@ def plan(rows: int, experts: int, weight_tiles: int, step: int = 8) -> Plan:
 
 
 def _multiply(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts *out stored"],
     scales: Shaped[Array, "experts ..."] | None,
     group_sizes: Int32[Array, " experts"],
     route: Float[Array, " rows"] | None,
+    source: Int32[Array, " rows"] | None = None,
+    *,
     limit: float | None,
+    act_quant: bool,
     shape: Plan | None,
     e4m3: bool = False,
 ) -> Float[Array, "rows out"]:
@@ -51,7 +56,7 @@ def _multiply(
     if kind is None or (e4m3 and kind != "fp4"):
         raise NotImplementedError(f"no kernel for {values.dtype} weights")
     matrix = values[0].size // values.shape[-1]
-    rows, k = x.shape
+    rows, k = x.shape[0] if source is None else source.shape[0], x.shape[1]
     product = Product(kind, rows, k, matrix, limit, e4m3=e4m3)
     shape = shape or plan(rows, values.shape[0], matrix // 64, SPILL_FREE if e4m3 else 8)
     tiles.check(product, shape, single=False)
@@ -62,18 +67,25 @@ def _multiply(
         flat = formats.scale_bytes(scales).reshape(-1)
     if kind == "fp8":
         values = values.view(jnp.uint8)
+    ordered = act_quant and not e4m3
+    if ordered:
+        x = quantise.round_trip(x, source, kind=kind)
+    elif source is not None:
+        x = x[source]
     if e4m3:
         x, row_scale = formats.one_scale_a_row(x)
     weights = values.reshape(-1, values.shape[-1])
-    return hopper.multiply(x, weights, flat, group_sizes, route, product, shape, row_scale)
+    args = (x, weights, flat, group_sizes, route, product, shape, row_scale)
+    return hopper.multiply(*args, ordered=ordered)
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
@@ -82,14 +94,15 @@ def gate_up(
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape, `e4m3` multiplies
     in FP8 (hopper_fp8.py)."""
-    real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
+    real = jnp.arange(route_weight.shape[0]) < jnp.sum(group_sizes)
     route = jnp.where(real, route_weight, 0.0)
-    x = formats.round_trip_activations(x) if act_quant and not e4m3 else x
+    options: dict[str, Any] = dict(act_quant=act_quant, shape=shape)
     if values.dtype == jnp.bfloat16:
-        both = _multiply(x, values, scales, group_sizes, None, None, shape)
+        both = _multiply(x, values, scales, group_sizes, None, source, limit=None, **options)
         gate, up = jnp.split(both, 2, axis=1)
         return swiglu(gate, up, route, limit).astype(x.dtype)
-    return _multiply(x, values, scales, group_sizes, route, limit, shape, e4m3)
+    args = (x, values, scales, group_sizes, route, source)
+    return _multiply(*args, limit=limit, e4m3=e4m3, **options)
 
 
 def down(
@@ -103,5 +116,5 @@ def down(
     e4m3: bool = False,
 ) -> Float[Array, "rows out"]:
     """See pallas_kernels.grouped_gemm.down; `shape` and `e4m3` as for gate_up."""
-    h = formats.round_trip_activations(h) if act_quant and not e4m3 else h
-    return _multiply(h, values, scales, group_sizes, None, None, shape, e4m3)
+    options: dict[str, Any] = dict(act_quant=act_quant, shape=shape, e4m3=e4m3)
+    return _multiply(h, values, scales, group_sizes, None, limit=None, **options)

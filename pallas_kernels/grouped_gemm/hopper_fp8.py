@@ -14,18 +14,19 @@ from pallas_kernels.grouped_gemm import hopper
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up; needs act_quant, since it rounds its rows."""
     _needs_quantised(act_quant)
-    args = (x, values, scales, group_sizes, route_weight)
+    args = (x, values, scales, group_sizes, route_weight, source)
     return hopper.gate_up(*args, limit=limit, act_quant=True, e4m3=True)
 
 

@@ -59,16 +59,18 @@ def _clean(
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up."""
+    x = x if source is None else x[source]
     experts = row_experts(group_sizes, x.shape[0])
     x, real = _clean(x, experts, values.shape[0])
     x = formats.round_trip_activations(x) if act_quant else x

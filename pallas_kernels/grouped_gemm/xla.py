@@ -73,16 +73,18 @@ def _product(
 
 
 def gate_up(
-    x: Float[Array, "rows k"],
+    x: Float[Array, "tok k"],
     values: Shaped[Array, "experts two inner stored"],
     scales: Shaped[Array, "experts two sr sc"] | None,
     group_sizes: Int32[Array, " experts"],
     route_weight: Float[Array, " rows"],
+    source: Int32[Array, " rows"] | None = None,
     *,
     limit: float,
     act_quant: bool,
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up."""
+    x = x if source is None else x[source]
     real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
     x = jnp.where(real[:, None], x, jnp.zeros((), x.dtype))
     x = formats.round_trip_activations(x) if act_quant else x

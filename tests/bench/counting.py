@@ -22,7 +22,9 @@ def _kernel(op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
     if op != "grouped_gemm":
         module = importlib.import_module(f"pallas_kernels.{op}.reference")
         return getattr(module, function)(*args, **kwargs)
-    x, values = args[:2]
+    x, values, *rest = args
+    if function == "gate_up" and rest[3] is not None:
+        x = x[rest[3]]
     packed = 2 if values.dtype == jnp.uint8 else 1
     one = jnp.zeros((math.prod(values.shape[1:-1]), values.shape[-1] * packed), x.dtype)
     y = x @ one.T

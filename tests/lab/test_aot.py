@@ -29,8 +29,8 @@ def build(targets, moe_dispatch, engram):
     )
 
     def local(x, index, weight, w, table):
-        def mlp(rows, sizes, scale):
-            return jax.lax.ragged_dot(rows, w, sizes) * scale[:, None].astype(rows.dtype)
+        def mlp(rows, source, sizes, scale):
+            return jax.lax.ragged_dot(rows[source], w, sizes) * scale[:, None].astype(rows.dtype)
 
         y = dispatch.routed(x, index, weight, w.shape[0], mlp, layout=under)
         return y + parallel.take(table, index[:, 0], under, "engram_rows").astype(jnp.float32)

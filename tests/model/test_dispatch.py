@@ -17,7 +17,8 @@ TOK, K, WIDTH, INNER, EXPERTS = 32, 3, 16, 24, 16
 def mlp(w13, w2):
     """One row at a time, so that the bits of a row depend on that row alone."""
 
-    def run(x, sizes, weight):
+    def run(x, source, sizes, weight):
+        x = x[source]
         rest = x.shape[0] - sizes.sum()
         expert = jnp.repeat(
             jnp.arange(sizes.size + 1), jnp.append(sizes, rest), total_repeat_length=x.shape[0]

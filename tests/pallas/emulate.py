@@ -199,17 +199,44 @@ def compute(op: str, v: list):
         "mov.b32": lambda: v[0].view(np.float32) if v[0].dtype == np.uint32 else v[0],
         "selp.b32": lambda: np.where(v[2], v[0], v[1]),
         "max.s32": lambda: np.maximum(*signed).view(np.uint32),
+        "max.u32": lambda: np.maximum(*v),
+        "max.u16x2": lambda: np.maximum(*(x.view(np.uint16) for x in v)).view(np.uint32),
         "add.s32": lambda: v[0] + v[1],
+        "add.u32": lambda: v[0] + v[1],
+        "sub.u32": lambda: v[0] - v[1],
+        "mul.rn.f32": lambda: times(as_float(v[0]), as_float(v[1])).view(np.uint32),
         "add.f32": lambda: as_float(v[0]) + as_float(v[1]),
         "prmt.b32": lambda: permute(*v),
         "cvt.rzi.s32.f32": lambda: as_float(v[0]).astype(np.int32).view(np.uint32),
         "cvt.u32.u16": lambda: v[0] & np.uint32(0xFFFF),
         "cvt.u16.u32": lambda: v[0] & np.uint32(0xFFFF),
+        "cvt.f32.f16": lambda: v[0].astype(np.uint16).view(np.float16).astype(np.float32),
+        "cvt.rn.satfinite.e4m3x2.f32": lambda: e4m3_pair(as_float(v[1]), as_float(v[0])),
+        "cvt.rn.f16x2.e4m3x2": lambda: f16_pair(v[0]),
+        "cvt.rn.bf16x2.f32": lambda: join(as_float(v[1]), as_float(v[0])),
         "cvt.rn.bf16.f32": lambda: join(as_float(v[0]), np.zeros(THREADS, np.float32)),
         "cvt.rn.relu.bf16x2.f32": lambda: join(*(np.maximum(as_float(x), 0) for x in v[::-1])),
     }
     out = table[op]()
     return out.view(np.uint32) if op == "mov.b32" else out
+
+
+@np.errstate(over="ignore", invalid="ignore")
+def times(a, b) -> np.ndarray:
+    """The product, with what IEEE has for infinities and overflow."""
+    return a * b
+
+
+def e4m3_pair(low, high) -> np.ndarray:
+    """Two float32 arrays, limited to the format's range, as e4m3 in the low half of a word."""
+    pair = np.clip(np.stack([low, high], -1), -448, 448).astype(ml_dtypes.float8_e4m3fn)
+    return pair.view(np.uint16)[:, 0].astype(np.uint32)
+
+
+def f16_pair(word) -> np.ndarray:
+    """The two e4m3 in the low half of a word as float16."""
+    pair = word.astype(np.uint16).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2)
+    return pair.astype(np.float16).view(np.uint32)[:, 0]
 
 
 def as_float(x) -> np.ndarray:
@@ -239,6 +266,7 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
         xori=lambda a, b: a ^ b,
         shli=lambda a, b: a << b,
         shrui=lambda a, b: a >> b,
+        divui=lambda a, b: a // b,
         shrsi=signed(np.right_shift),
         maxsi=signed(np.maximum),
         minsi=signed(np.minimum),

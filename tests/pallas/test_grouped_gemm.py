@@ -146,6 +146,58 @@ def test_scales_of_another_shape_are_refused(function, kind, scale, implementati
         jax.eval_shape(call, x, values, wrong, *rest)
 
 
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("kind", ["fp4", "fp8"])
+def test_gathered_rows_have_the_bits_of_sorted_ones(kind, implementation):
+    rng = seeded(kind)
+    case = shapes.case("x", "gate_up", 3, 512, 384, 70, kind, "short", act_quant=True)
+    x, *rest = case.build(rng)
+    source = rng.integers(0, 70, 70).astype(np.int32)
+    x = np.where(np.isnan(x), 1, x)
+    gathered = run(case, (x, *rest, source), implementation)
+    assert np.linalg.norm(gathered.astype(np.float32)) > 0
+    want = run(case, (x[source], *rest), implementation)
+    np.testing.assert_array_equal(gathered.view(np.uint8), want.view(np.uint8))
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize(
+    ("kind", "e4m3"), [("fp4", False), ("fp4", True), ("fp8", False), ("bf16", False)]
+)
+@pytest.mark.parametrize("act_quant", [True, False])
+def test_hopper_multiplies_quantised_rows_in_their_order(
+    act_quant, kind, e4m3, gathered, monkeypatch
+):
+    """What reaches the product, rows quantised by a stand-in for the kernel."""
+    from pallas_kernels.grouped_gemm import hopper
+
+    def round_trip(x, source=None, *, kind):
+        x = formats.round_trip_activations(x if source is None else x[source])
+        return registers.order_columns(x, kind).reshape(x.shape)
+
+    def multiply(x, weights, scales, sizes, route, product, *_, ordered):
+        found.append(x if ordered else registers.order_columns(x, kind, e4m3=e4m3))
+        return jnp.zeros((len(x), product.width), jnp.bfloat16)
+
+    found = []
+    monkeypatch.setattr(hopper.quantise, "round_trip", round_trip)
+    monkeypatch.setattr(hopper.hopper, "multiply", multiply)
+    rng = seeded(kind)
+    case = shapes.case("x", "gate_up", 2, 256, 384, 24, kind, act_quant=act_quant)
+    args = [None if x is None else jnp.asarray(x) for x in case.build(rng)]
+    source = jnp.asarray(rng.integers(0, 24, 17).astype(np.int32)) if gathered else None
+    args[4] = args[4] if source is None else args[4][:17]
+    hopper.gate_up(*args, source, e4m3=e4m3, **case.keywords())
+    want = args[0] if source is None else args[0][source]
+    if e4m3:
+        want = formats.one_scale_a_row(want)[0]
+    elif act_quant:
+        want = formats.round_trip_activations(want)
+    want = np.asarray(registers.order_columns(want, kind, e4m3=e4m3)).reshape(want.shape)
+    (got,) = found
+    np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want)
+
+
 def test_large_stack_has_the_bits_of_a_small_one(monkeypatch):
     from pallas_kernels.grouped_gemm import xla
 

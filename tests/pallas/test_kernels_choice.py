@@ -69,6 +69,12 @@ def test_choice_on_this_platform():
     assert "gate_up" in str(choice) and "bfloat16[12,64]" in str(choice)
 
 
+def test_rows_are_quantised_by_the_reference_where_there_is_no_kernel():
+    choice = pallas_kernels.choose("quantise", "round_trip", sds((12, 256), jnp.bfloat16))
+    assert choice.chosen == "reference"
+    assert choice.declined == (("hopper", "needs platform gpu, this is cpu"),)
+
+
 def test_record_collects_calls_in_order():
     from pallas_kernels import grouped_gemm, row_matmul
 

@@ -14,12 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import target
+from pallas_kernels import registers, target
 from pallas_kernels.cases import tagged
+from pallas_kernels.quantise import hopper as quantise
 from pallas_kernels.row_matmul import hopper
 from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
 from pallas_kernels.row_matmul.shapes import RELEASED, WO_A
 from tests.pallas.test_index_topk import block_of, check_selection, scored
+from tests.pallas.test_quantise import check_bits, special
 
 pytestmark = pytest.mark.gpu
 
@@ -124,6 +126,25 @@ def test_sinkhorn(op, case):
     got = twice(compiled(op, case), args)
     np.testing.assert_allclose(got, reference(op, case, logits), rtol=case.tolerance, atol=1e-7)
     np.testing.assert_array_equal(compiled(op, case)(logits[-3:]), got[-3:])
+
+
+@pytest.mark.parametrize(("op", "case"), released("quantise"))
+def test_quantise(op, case):
+    (x,) = fresh(case)
+    x *= jnp.exp2(jnp.arange(len(x)) % 48 - 24).astype(x.dtype)[:, None]
+    want = reference(op, case, x)
+    check_bits(twice(compiled(op, case), (x,)), want)
+    if target().capability is None:
+        pytest.skip("needs an NVIDIA GPU")
+    source = jax.random.randint(jax.random.key(len(x)), (len(x) // 2 + 1,), 0, len(x))
+    gathered = jax.jit(functools.partial(quantise.round_trip, kind="fp4"))(x, source)
+    order = registers.order_columns(want[source], "fp4")
+    check_bits(gathered, order.reshape(gathered.shape))
+
+
+def test_quantise_at_values_of_every_size():
+    (op, case), x = released("quantise")[0].values, special(256)
+    check_bits(compiled(op, case)(x), reference(op, case, jnp.asarray(x)))
 
 
 @pytest.mark.parametrize(("op", "case"), released("index_topk"))

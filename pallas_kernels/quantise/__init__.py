@@ -1,0 +1,32 @@
+"""Activations through e4m3 and back, before every product with FP8 or FP4 weights.
+
+    s = pow2ceil(max(amax, 1e-4) / 448) of 32 consecutive channels of a row
+    y = e4m3(clamp(x / s, +-448)) * s                    (V4.1 inference/kernel.py act_quant)
+
+y is exact in bfloat16. Every implementation gives the same bits: the only operations over several
+channels are maxima. The reference is the plain formula, which XLA runs on a GPU as two or three
+launches; the kernel is one.
+"""
+
+from jaxtyping import Array, Float
+
+from pallas_kernels import Implementation, call
+
+IMPLEMENTATIONS = (
+    Implementation("hopper", f"{__name__}.hopper", ("gpu",), (9, 0)),
+    Implementation("reference", f"{__name__}.reference"),
+)
+
+
+def round_trip(
+    x: Float[Array, "rows k"], *, implementation: str = "auto"
+) -> Float[Array, "rows k"]:
+    """x as e4m3 values times the scale of their 32 channels, in x's dtype.
+
+    Args:
+        x: bf16 or f32; the last group of a row may have fewer channels.
+
+    Raises:
+        NotImplementedError: the named implementation declines this case.
+    """
+    return call("quantise", "round_trip", IMPLEMENTATIONS, implementation, (x,), {})
