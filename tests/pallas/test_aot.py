@@ -64,6 +64,12 @@ def test_tensor_core_instructions(compiled):
     assert not bad, "\n".join(bad)
 
 
+def test_rows_are_quantised_sixteen_bytes_at_a_time(compiled):
+    found = [k["opcodes"] for x in compiled if x["op"] == "quantise" for k in x.get("kernels", [])]
+    per_thread = {(code["LDG"], code["STG"]) for code in found}  # of 64 bytes
+    assert per_thread == {(4, 4)}
+
+
 def test_declined_cases_say_why(compiled):
     for line in compiled:
         assert ("kernels" in line) != bool(line.get("declined"))
