@@ -29,6 +29,7 @@ NAMES = {
     "row_matmul": ("hopper", "blackwell", "xla", "reference"),
     "sinkhorn": ("hopper", "reference"),
     "quantise": ("hopper", "reference"),
+    "grouping": ("hopper", "reference"),
 }
 """Operation -> names of its implementations, as its IMPLEMENTATIONS has them: a wrong name is told
 before a kernel, or a weight, is loaded."""

@@ -26,8 +26,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels import formats, stores, widen
-from pallas_kernels.tiles import COPY_REGISTERS, STEP, Product, equal_groups, row_tiles
+from pallas_kernels import formats, grouping, stores, widen
+from pallas_kernels.tiles import COPY_REGISTERS, STEP, Product
 
 plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
 
@@ -73,7 +73,7 @@ def multiply(
         x: bf16; quantised here for an e4m3 product.
         weights, scales: as stored, scales as bytes.
         group_sizes: rows of each matrix; None for a single matrix.
-        route: float32 routing weights of SwiGLU, else None.
+        route: float32 routing weights of SwiGLU, else None; taken as zero past the groups.
     """
     if product.rows == 0:
         raise NotImplementedError("no rows")
@@ -82,16 +82,16 @@ def multiply(
     if product.width % plan.channels:
         raise NotImplementedError(f"{product.width} channels are not a multiple of {plan.channels}")
     if group_sizes is None:
-        tiles, count = equal_groups(1, product.rows, TILE)
+        tiles = grouping.equal_groups(1, product.rows, TILE)
     else:
-        tiles, count = row_tiles(group_sizes, product.rows, TILE)
+        tiles = grouping.row_tiles(group_sizes, rows=product.rows, height=TILE)
     padded = jnp.pad(x, ((0, TILE), (0, 0)))
     row_scales = jnp.zeros((1, 1, 32, 16), jnp.float8_e8m0fnu)
     weight_scales = scales
     if product.e4m3:
         padded, scale = formats.quantise_activations(padded)
         exponent = (lax.bitcast_convert_type(scale, jnp.uint32) >> 23).astype(jnp.uint8)
-        rows = jnp.minimum(tiles[:, 1:2] + jnp.arange(TILE)[None, :], product.rows + TILE - 1)
+        rows = jnp.minimum(tiles[1, :-1, None] + jnp.arange(TILE)[None, :], product.rows + TILE - 1)
         row_scales = scale_tiles(exponent[rows.reshape(-1)])
         row_scales = lax.bitcast_convert_type(row_scales, jnp.float8_e8m0fnu)
         weight_scales = scale_tiles(scales.reshape(-1, product.k // 32))
@@ -101,9 +101,12 @@ def multiply(
         weight_scales = scales.reshape(-1, 128)
     if not product.e4m3:
         padded = padded.reshape(-1, product.k // 64, 64)
-    route = jnp.zeros((TILE,)) if route is None else route
-    route = jnp.pad(route, (0, TILE))
-    args = (padded, weights, weight_scales, row_scales, route, tiles, count)
+    if route is None:
+        route = jnp.zeros((2 * TILE,))
+    else:
+        real = jnp.arange(product.rows + TILE) < tiles[1, -1]
+        route = jnp.where(real, jnp.pad(route, (0, TILE)), 0.0)
+    args = (padded, weights, weight_scales, row_scales, route, tiles)
     return _kernel(product, plan)(*args)
 
 
@@ -126,12 +129,12 @@ def _kernel(product: Product, plan: Plan):
         plgpu.SwizzleTransform(out_line * out_item),
     )
 
-    def share(count):
+    def share(tiles):
         """Items of this block."""
-        items = count[0] * weight_tiles - lax.axis_index("block")
+        items = tiles[0, tiles.shape[1] - 1] * weight_tiles - lax.axis_index("block")
         return lax.div(items + plan.blocks - 1, plan.blocks)
 
-    def walk(count, tiles, one, start):
+    def walk(tiles, one, start):
         """Runs one(item, carry) over this block's items."""
         block = lax.axis_index("block")
 
@@ -139,11 +142,11 @@ def _kernel(product: Product, plan: Plan):
             index = block + i * plan.blocks
             tile = lax.div(index, weight_tiles)
             m = lax.rem(index, weight_tiles)
-            return one(i, tile, tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], m, carry)
+            return one(i, tile, tiles[0, tile], tiles[1, tile], tiles[2, tile], m, carry)
 
-        return lax.fori_loop(0, share(count), body, start)
+        return lax.fori_loop(0, share(tiles), body, start)
 
-    def kernel(x, weights, weight_scales, row_scales, route, tiles, count, result, *scratch):
+    def kernel(x, weights, weight_scales, row_scales, route, tiles, result, *scratch):
         (rows_union, codes, wide, item_scales, step_scales, out, acc, scale_tmem,
          full, wide_full, empty, acc_full, scale_full, scale_empty) = scratch  # fmt: skip
         single_rows, tiled_rows = rows_union if not plan.portable else (rows_union, rows_union)
@@ -301,7 +304,7 @@ def _kernel(product: Product, plan: Plan):
         @pl.when(group == 0)
         def _():
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-            done = walk(count, tiles, copy_item, jnp.int32(0))
+            done = walk(tiles, copy_item, jnp.int32(0))
             for last in range(plan.stages):
                 stage = done - plan.stages + last
 
@@ -310,7 +313,7 @@ def _kernel(product: Product, plan: Plan):
                     plgpu.barrier_wait(empty.at[lax.rem(stage, plan.stages)])
 
             for last in range(2 if kind == "fp4" and not scaled else 0):
-                item = share(count) - 2 + last
+                item = share(tiles) - 2 + last
 
                 @pl.when(item >= 0)
                 def _(item=item):
@@ -319,12 +322,12 @@ def _kernel(product: Product, plan: Plan):
         @pl.when(group == 1)
         def _():
             if kind == "fp4":
-                walk(count, tiles, widen_item, jnp.int32(0))
+                walk(tiles, widen_item, jnp.int32(0))
 
         @pl.when(group == 2)
         def _():
             plgpu.set_max_registers(232, action="increase")
-            walk(count, tiles, multiply_item, jnp.int32(0))
+            walk(tiles, multiply_item, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     swizzle = plgpu.SwizzleTransform(128)

@@ -23,17 +23,15 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
-from pallas_kernels import registers, stores
+from pallas_kernels import grouping, registers, stores
 from pallas_kernels.tiles import (
     COPY_REGISTERS,
     STEP,
     STORE_ROWS,
     Plan,
     Product,
-    equal_groups,
     fit,
     parts,
-    row_tiles,
 )
 
 plgpu: Any = mosaic_gpu  # its decorators and transforms are beyond the type checker
@@ -59,7 +57,7 @@ def multiply(
         weights: uint8 or bf16, the stored rows of every matrix one after the other.
         scales: the stored scale bytes, flat; ignored for bf16.
         group_sizes: rows of each matrix; None for `groups` matrices with as many rows each.
-        route: float32 routing weights of SwiGLU, else None.
+        route: float32 routing weights of SwiGLU, else None; taken as zero past the groups.
         row_scale: float32 power of two of every e4m3 row.
         ordered: the columns of x are already in the order of K of these weights.
 
@@ -67,9 +65,9 @@ def multiply(
         [splits * rows, out]; rows past the groups are zero.
     """
     if group_sizes is None:
-        tiles, count = equal_groups(groups, product.rows // groups, plan.rows)
+        tiles = grouping.equal_groups(groups, product.rows // groups, plan.rows)
     else:
-        tiles, count = row_tiles(group_sizes, product.rows, plan.rows)
+        tiles = grouping.row_tiles(group_sizes, rows=product.rows, height=plan.rows)
     if ordered:
         blocks = x.reshape(product.rows, product.k // 64, 64)
     else:
@@ -77,12 +75,16 @@ def multiply(
     short = max(0, plan.rows - product.rows)
     blocks = jnp.pad(blocks, ((0, short), (0, 0), (0, 0)))
     pad = (0, plan.rows)
-    route = jnp.zeros((32,)) if route is None else jnp.pad(route, pad)
+    if route is None:
+        route = jnp.zeros((32,))
+    else:
+        real = jnp.arange(product.rows + plan.rows) < tiles[1, -1]
+        route = jnp.where(real, jnp.pad(route, pad), 0.0)
     row_scale = jnp.zeros((32,)) if row_scale is None else jnp.pad(row_scale, pad)
     kernel = _kernel(product, fit(plan, product))
     if product.kind == "fp4":
         scales = scales.reshape(-1, 128)
-    return kernel(blocks, weights, scales, route, row_scale, tiles, count)
+    return kernel(blocks, weights, scales, route, row_scale, tiles)
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,11 +108,11 @@ def _kernel(product: Product, plan: Plan):
     stored = STEP // 2 if kind == "fp4" else STEP  # elements of a stored row in a step
     shared = dict(collective_axes=("member",)) if plan.cluster > 1 else {}
 
-    def walk(count, tiles, one, start):
+    def walk(tiles, one, start):
         """Runs one(item, carry) over this block's items."""
         block, member = lax.axis_index("block"), lax.axis_index("member")
         per_tile = weight_tiles // plan.cluster * product.splits
-        items = count[0] * per_tile
+        items = tiles[0, tiles.shape[1] - 1] * per_tile
         mine = lax.div(items - block + clusters - 1, clusters)
 
         def body(i, carry):
@@ -119,12 +121,12 @@ def _kernel(product: Product, plan: Plan):
             rest = lax.rem(index, per_tile)
             m = lax.div(rest, product.splits) * plan.cluster + member
             split = lax.rem(rest, product.splits)
-            return one(i, tiles[tile, 0], tiles[tile, 1], tiles[tile, 2], m, split, carry)
+            return one(i, tiles[0, tile], tiles[1, tile], tiles[2, tile], m, split, carry)
 
         return lax.fori_loop(0, mine, body, start)
 
     def kernel(
-        x, weights, scales, route, row_scale, tiles, count, result,
+        x, weights, scales, route, row_scale, tiles, result,
         row_smem, weight_smem, scale_smem,
         out_smem, row_full, row_empty, weight_full, weight_empty, scale_full, scale_empty,
     ):  # fmt: skip
@@ -291,7 +293,7 @@ def _kernel(product: Product, plan: Plan):
         @pl.when(group == plan.groups)
         def _():
             plgpu.set_max_registers(COPY_REGISTERS, action="decrease")
-            done = walk(count, tiles, copy_item, jnp.int32(0)) * stages
+            done = walk(tiles, copy_item, jnp.int32(0)) * stages
             # A block must outlive what the others of its cluster still signal to it.
             for last in range(plan.row_stages):
                 stage = done - plan.row_stages + last
@@ -303,7 +305,7 @@ def _kernel(product: Product, plan: Plan):
         @pl.when(group < plan.groups)
         def _():
             plgpu.set_max_registers(plan.registers, action="increase")
-            walk(count, tiles, compute_item, jnp.int32(0))
+            walk(tiles, compute_item, jnp.int32(0))
 
     swizzle = plgpu.SwizzleTransform(64 if product.e4m3 else 128)
     row_dtype = jnp.float8_e4m3fn if product.e4m3 else jnp.bfloat16

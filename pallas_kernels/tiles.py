@@ -3,8 +3,8 @@
 A product multiplies rows, sorted by matrix, with the matrices' stored weights. It is cut into
 items: (row tile of one matrix, weight tile, part of K). `Product` says what is multiplied, `Plan`
 how it is cut; neither changes the order in which a row's K is summed, except `splits`, which
-depends on the weight alone. `row_tiles` lists the row tiles of ragged groups on the device,
-`best_rows` picks the height of a tile.
+depends on the weight alone. `best_rows` picks the height of a tile; the row tiles of ragged groups
+are listed on the device (pallas_kernels/grouping).
 """
 
 import dataclasses
@@ -12,9 +12,7 @@ import math
 from collections.abc import Callable
 
 import jax.numpy as jnp
-import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Int32
 
 STEP = 128
 COPY_REGISTERS = 40
@@ -157,44 +155,6 @@ def fit(plan: Plan, product: Product) -> Plan:
         weight_stages=plan.weight_stages or depth + min(more, 2),
         row_stages=plan.row_stages or depth * parts(plan, product),
     )
-
-
-def row_tiles(
-    group_sizes: Int32[Array, " experts"], rows: int, tile: int
-) -> tuple[Int32[Array, "tiles 3"], Int32[Array, " one"]]:
-    """([matrix or -1, first row, rows] of every tile, number of tiles); rows past the groups last.
-
-    Sums over comparisons instead of scans: a few hundred groups make two small kernels.
-    """
-    experts = group_sizes.shape[0]
-    sizes = jnp.append(group_sizes, rows - jnp.sum(group_sizes))
-    most = -(-rows // tile) + min(experts + 1, rows)
-    group, index = jnp.arange(experts + 1), jnp.arange(most)
-    before = group[:, None] < group[None, :]
-    tiles_of = -(-sizes // tile)
-    first_tile = jnp.sum(jnp.where(before, tiles_of[:, None], 0), axis=0)
-    first_row = jnp.sum(jnp.where(before, sizes[:, None], 0), axis=0)
-    inner = index[:, None] - first_tile[None, :]
-    mine = (inner >= 0) & (inner < tiles_of[None, :])
-
-    def pick(values: Array) -> Array:
-        return jnp.sum(jnp.where(mine, values, 0), axis=1)
-
-    matrix = pick(jnp.where(group < experts, group, -1)[None, :])
-    first = pick(first_row[None, :] + inner * tile)
-    count = pick(jnp.minimum(sizes[None, :] - inner * tile, tile))
-    table = jnp.stack([matrix, first, count], axis=1).astype(jnp.int32)
-    return table, jnp.sum(tiles_of)[None].astype(jnp.int32)
-
-
-def equal_groups(
-    groups: int, rows: int, tile: int
-) -> tuple[Int32[Array, "tiles 3"], Int32[Array, " one"]]:
-    """The same for groups of `rows` rows each, as constants."""
-    first = np.arange(0, rows, tile)
-    each = np.stack([0 * first, first, np.minimum(rows - first, tile)], axis=1)
-    table = np.concatenate([each + [group, group * rows, 0] for group in range(groups)])
-    return jnp.asarray(table, jnp.int32), jnp.full((1,), len(table), jnp.int32)
 
 
 def check(product: Product, plan: Plan, single: bool) -> None:

@@ -18,6 +18,7 @@ Experts split over ``ffn`` give partial sums, added in f32. Replicated experts (
 table, ``Placement``. A negative index is an unused slot.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel
+from pallas_kernels import grouping
 
 Mlp = Callable[..., Array]
 """(x [tok, d], source [n], group_sizes [e], weight [n]) -> [n, d]: rows x[source], by expert."""
@@ -67,6 +69,7 @@ def routed(
     phase: str | None = None,
     exact: bool = False,
     wire: Wire | None = None,
+    implementation: str = "auto",
 ) -> Float[Array, "tok d"]:
     """Sum of the routed experts of every local row, f32.
 
@@ -74,15 +77,17 @@ def routed(
     weight f32; experts: how many experts this shard holds; mlp: runs them over sorted rows, rows
     past the sum of group_sizes give zero. wire: encode and decode for the rows' way to the experts
     (fp8 values and scales); decoded rows must give the same ``mlp`` bits. exact: see the module.
+    implementation: of pallas_kernels.grouping.
     """
     expert_axes, ffn_axes = layout.mesh_axes("expert"), layout.mesh_axes("ffn")
     row_axes = layout.mesh_axes("rows", phase)
     encode, decode = wire or (lambda rows: rows, lambda rows: rows)
+    grouped = functools.partial(_grouped, experts=experts, mlp=mlp, implementation=implementation)
 
     if layout.moe_dispatch != "gather" and expert_axes:
 
         def exchange(local: tuple[Array, Array, Array]) -> Array:
-            return _exchange(*local, experts, mlp, layout, row_axes, (encode, decode))
+            return _exchange(*local, experts, grouped, layout, row_axes, (encode, decode))
 
         return parallel.spread((x, index, weight), row_axes, expert_axes, layout, exchange, -1)
 
@@ -97,8 +102,7 @@ def routed(
     tok, k = index.shape
     flat = index.reshape(-1)
     mine = (flat >= first) & (flat < first + experts)
-    source = jnp.arange(tok * k, dtype=jnp.int32) // k
-    y = _grouped(x, source, flat - first, mine, weight.reshape(-1), experts, mlp)
+    y = grouped(x, k, flat - first, mine, weight.reshape(-1))
     y = y.reshape(tok, k, -1)
     if ffn_axes:
         y = y.astype(jnp.float32)
@@ -115,7 +119,7 @@ def _exchange(
     index: Int32[Array, "tok k"],
     weight: Float[Array, "tok k"],
     experts: int,
-    mlp: Mlp,
+    grouped: Callable[..., Array],
     layout: Layout,
     row_axes: tuple[str, ...],
     wire: Wire,
@@ -132,8 +136,7 @@ def _exchange(
 
     def run(items: Any, present: Bool[Array, " m"]) -> Float[Array, "m d"]:
         rows, expert, scale = items
-        there = jnp.arange(present.size, dtype=jnp.int32)
-        y = _grouped(decode(rows), there, expert, present, scale, experts, mlp)
+        y = grouped(decode(rows), 1, expert, present, scale)
         return lax.psum(y.astype(jnp.float32), ffn_axes) if ffn_axes else y
 
     y = parallel.remote(
@@ -157,19 +160,22 @@ def _sum_slots(y: Float[Array, "tok k d"]) -> Float[Array, "tok d"]:
 
 def _grouped(
     x: Float[Array, "tok d"],
-    source: Int32[Array, " n"],
+    per_row: int,
     expert: Int32[Array, " n"],
     mine: Bool[Array, " n"],
     weight: Float[Array, " n"],
+    *,
     experts: int,
     mlp: Mlp,
+    implementation: str,
 ) -> Float[Array, "n d"]:
-    """Rows x[source] through their expert here, zero where not ``mine``: sort, run, unsort."""
-    expert = jnp.where(mine, expert, experts)
-    order = jnp.argsort(expert, stable=True)
-    sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
-    y = mlp(x, source[order], sizes, weight[order])
-    # Where each pair went: numbers are scattered, rows are gathered by what sums them.
-    number = jnp.arange(order.size, dtype=order.dtype)
-    place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
-    return y[place]
+    """Each row of x through the experts of its `per_row` pairs, zero where not ``mine``: sort, run,
+    unsort."""
+    key = jnp.where(mine, expert, experts)
+    order, place, sizes = grouping.group(key, experts=experts, implementation=implementation)
+
+    def take(leaf: Array, index: Array) -> Array:
+        return leaf.at[index].get(mode="promise_in_bounds")
+
+    y = mlp(x, order // per_row, sizes, take(weight, order))
+    return take(y, place)

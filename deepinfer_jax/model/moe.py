@@ -165,6 +165,7 @@ def routed_experts(
             phase=setup.phase,
             exact=setup.numerics.invariant,
             wire=_wire(x.shape[1], x.dtype) if setup.numerics.act_quant else None,
+            implementation=setup.kernels["grouping"],
         )
 
 

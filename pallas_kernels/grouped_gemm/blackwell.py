@@ -57,9 +57,7 @@ def gate_up(
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape."""
     x = x if source is None else x[source]
-    real = jnp.arange(x.shape[0]) < jnp.sum(group_sizes)
-    route = jnp.where(real, route_weight, 0.0)
-    return _multiply(x, values, scales, group_sizes, route, limit, act_quant, shape)
+    return _multiply(x, values, scales, group_sizes, route_weight, limit, act_quant, shape)
 
 
 def down(

@@ -94,14 +94,14 @@ def gate_up(
 ) -> Float[Array, "rows inner"]:
     """See pallas_kernels.grouped_gemm.gate_up; `shape` overrides the tile shape, `e4m3` multiplies
     in FP8 (hopper_fp8.py)."""
-    real = jnp.arange(route_weight.shape[0]) < jnp.sum(group_sizes)
-    route = jnp.where(real, route_weight, 0.0)
     options: dict[str, Any] = dict(act_quant=act_quant, shape=shape)
     if values.dtype == jnp.bfloat16:
         both = _multiply(x, values, scales, group_sizes, None, source, limit=None, **options)
         gate, up = jnp.split(both, 2, axis=1)
+        real = jnp.arange(route_weight.shape[0]) < jnp.sum(group_sizes)
+        route = jnp.where(real, route_weight, 0.0)
         return swiglu(gate, up, route, limit).astype(x.dtype)
-    args = (x, values, scales, group_sizes, route, source)
+    args = (x, values, scales, group_sizes, route_weight, source)
     return _multiply(*args, limit=limit, e4m3=e4m3, **options)
 
 

@@ -90,6 +90,11 @@ class Machine:
             for name, x, y in zip(names, a, b, strict=True):
                 registers[name] = compare(op, x, y)
             return
+        if kind == "red":
+            at, value = self.where(operands[0], registers), self.value(operands[1], registers)
+            words = self.memory.bytes.view(np.uint32)
+            np.add.at(words, at[mask] // 4, value[mask])
+            return
         if kind == "shfl":
             registers.update(shuffle(op, operands, registers, self))
             return
@@ -189,7 +194,13 @@ def compute(op: str, v: list):
     if op == "redux.sync.add.s32":
         sums = signed[0].reshape(-1, 32).sum(-1, keepdims=True, dtype=np.int32)
         return np.broadcast_to(sums, (THREADS // 32, 32)).reshape(-1).view(np.uint32)
+    if op == "match.any.sync.b32":
+        warps = v[0].reshape(-1, 32)
+        same = warps[:, :, None] == warps[:, None, :]
+        return (same << np.arange(32)).sum(-1).astype(np.uint32).reshape(-1)
     table = {
+        "popc.b32": lambda: np.bitwise_count(v[0]).astype(np.uint32),
+        "div.u32": lambda: v[0] // v[1],
         "and.b32": lambda: v[0] & v[1],
         "or.b32": lambda: v[0] | v[1],
         "xor.b32": lambda: v[0] ^ v[1],

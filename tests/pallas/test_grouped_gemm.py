@@ -240,22 +240,6 @@ def test_blackwell_schedule_in_interpret_mode(function, kind):
     assert np.linalg.norm(got.astype(np.float64) - want) <= 5e-3 * np.linalg.norm(want)
 
 
-@pytest.mark.parametrize("spread", ["random", "huge", "sparse", "short", "none", "even"])
-@pytest.mark.parametrize("tile", [8, 16, 128])
-def test_row_tiles_cover_every_row_once(spread, tile):
-    rng = seeded(f"{spread} {tile}")
-    sizes = shapes.group_sizes(rng, 7, 100, spread)
-    table, count = (np.asarray(a) for a in tiles.row_tiles(jnp.asarray(sizes), 100, tile))
-    expert = np.append(np.repeat(np.arange(7), sizes), np.full(100 - sizes.sum(), -1))
-    seen = []
-    for matrix, first, rows in table[: count[0]]:
-        assert 0 < rows <= tile
-        assert (expert[first : first + rows] == matrix).all()
-        seen += range(first, first + rows)
-    assert seen == list(range(100))
-    assert not table[count[0] :, 2].any()
-
-
 def test_expected_tiles_match_a_simulation():
     rng = seeded("tiles")
     for mean, rows in ((1.0, 8), (16.0, 24), (40.0, 32), (1024.0, 216)):

@@ -147,6 +147,13 @@ def test_quantise_at_values_of_every_size():
     check_bits(compiled(op, case)(x), reference(op, case, jnp.asarray(x)))
 
 
+@pytest.mark.parametrize(("op", "case"), released("grouping"))
+def test_grouping(op, case):
+    args = fresh(case)
+    got = twice(compiled(op, case), args)
+    jax.tree.map(np.testing.assert_array_equal, got, reference(op, case, *args))
+
+
 @pytest.mark.parametrize(("op", "case"), released("index_topk"))
 def test_index_topk(op, case):
     q, weights, (values, scales, entries), visible, *pools = args = fresh(case)
