@@ -49,20 +49,24 @@ def test_bits_of_the_reference(case, implementation):
 
 
 def special(k):
-    """Rows [_, k] in bf16: every finite value of the format, each scale's steps and their middles,
-    and groups with zeros of both signs, NaN and infinities among others (but no subnormal numbers
-    with a NaN, for a CPU takes them for zero)."""
+    """Rows [_, k] in bf16: every finite value of the format, each scale's limit, its steps and
+    their middles, and groups with zeros of both signs, NaN and infinities among others (but no
+    subnormal numbers with a NaN, for a CPU takes them for zero)."""
     every = np.arange(1 << 16, dtype=np.uint16).view(BF16)
     every = every[np.isfinite(every)]
     rng = np.random.default_rng(7)
     steps = np.linspace(-1, 1, 257)[:, None] * 448 * 2.0 ** np.arange(-30, 120)
+    # A scale shows in what is subnormal under it: largest values below, at and above its limit.
+    edges = rng.uniform(-(2.0**-6), 2.0**-6, (3, 120, 32))
+    edges[..., 0] = np.array([446, 448, 450])[:, None]
+    edges *= 2.0 ** np.arange(-20, 100)[:, None]
     mixed = rng.standard_normal((64, 32)) * 2.0 ** rng.integers(-100, 120, (64, 1))
     mixed[::4, ::2] = 0
     mixed[1::4, ::3] = -0.0
     mixed[2::8, 5], mixed[3::8, 7], mixed[6::8, 8], mixed[7::8, 31] = np.nan, np.inf, -np.inf, 0
     mixed[7::8, 3] = np.nan
-    values = [every, steps.T.astype(BF16), mixed.astype(BF16), np.zeros(64, BF16)]
-    flat = np.concatenate([x.reshape(-1) for x in values])
+    values = [edges, every, steps.T, mixed, np.zeros(64)]
+    flat = np.concatenate([x.astype(BF16).reshape(-1) for x in values])
     return np.pad(flat, (0, -flat.size % k)).reshape(-1, k)
 
 
