@@ -3,11 +3,12 @@ order.
 
     out^T[64 weight rows, N rows] += W[64, 128] x^T[128, N]      for every 128 columns, in order
 
-Weights are the left operand of wgmma: MXFP4 and FP8 are expanded in registers (registers.py), bf16
-is read from shared memory. A persistent grid walks items (row tile, weight tile, part of K). A row
-tile is up to N rows of one matrix; one warpgroup copies with TMA into two rings (weights, rows),
-the others multiply. Rows that belong to another matrix are multiplied with the tile and not stored.
-Blocks of a cluster take neighbouring weight tiles and share the row ring.
+Weights are the left operand of wgmma: MXFP4 and FP8 are expanded in registers (registers.py),
+float32 is split there into three bf16 terms (terms.py: three products a half step, the smallest
+first), bf16 is read from shared memory. A persistent grid walks items (row tile, weight tile, part
+of K). A row tile is up to N rows of one matrix; one warpgroup copies with TMA into two rings
+(weights, rows), the others multiply. Rows that belong to another matrix are multiplied with the
+tile and not stored. Blocks of a cluster take neighbouring weight tiles and share the row ring.
 
 The order of K is the same for every tile shape, so a row has the same bits however many rows there
 are.
@@ -24,6 +25,7 @@ from jax.experimental.pallas import mosaic_gpu
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import grouping, registers, stores
+from pallas_kernels import terms as float32
 from pallas_kernels.tiles import (
     COPY_REGISTERS,
     STEP,
@@ -54,8 +56,8 @@ def multiply(
 
     Args:
         x: bf16, or e4m3 with `row_scale`.
-        weights: uint8 or bf16, the stored rows of every matrix one after the other.
-        scales: the stored scale bytes, flat; ignored for bf16.
+        weights: uint8, bf16 or f32, the stored rows of every matrix one after the other.
+        scales: the stored scale bytes, flat; ignored for bf16 and f32.
         group_sizes: rows of each matrix; None for `groups` matrices with as many rows each.
         route: float32 routing weights of SwiGLU, else None; taken as zero past the groups.
         row_scale: float32 power of two of every e4m3 row.
@@ -102,6 +104,7 @@ def _kernel(product: Product, plan: Plan):
     pitch = product.k // 32 if kind == "fp4" else -(-product.k // 32)
     block_rows = -(-product.width // 32)
     scale_lines = copy_rows * pitch // 128 if kind == "fp4" else 1
+    products = float32.TERMS if kind == "f32" else 1
     wide = product.out_dtype == jnp.float32
     store_rows = min(n, STORE_ROWS // 2 if wide else STORE_ROWS)
     clusters = plan.blocks // plan.cluster
@@ -194,19 +197,25 @@ def _kernel(product: Product, plan: Plan):
             if product.e4m3:
                 largest = registers.row_exponents(scale_smem, scale_at, **lookup)
 
-            def left_operand(slot, half, column, packed):
-                """Weights of one product of a step, and whether their slot is free again."""
+            def left_operands(slot, half, column, packed):
+                """Weights of the products of half a step in their order, and whether the slot is
+                free again."""
                 if kind == "fp4":
                     words, tables = packed
                     left = registers.expand_fp4(words, tables, half, e4m3=product.e4m3)
-                    return left, half == 0
+                    return (left,), half == 0
                 codes = weight_smem.at[slot, half]
                 if kind == "bf16":
-                    return codes.at[pl.ds(group * 64, 64)], False
+                    return (codes.at[pl.ds(group * 64, 64)],), False
+                if kind == "f32":
+                    return float32.split(codes, rows=owned)[::-1], half == 1
                 block = jnp.maximum(matrix, 0) * copies * block_rows + m * (tile_width // 32)
                 start = block * pitch + column * 4 + 2 * half
                 starts = (start, start + (block_rows * pitch if paired else 0))
-                return registers.expand_fp8(codes, scales, starts, **lookup), half == 1
+                # Rows that a last tile is short of must not look up scales past the end.
+                short = product.width % tile_width
+                last = block_rows - 1 - m * (tile_width // 32) if short else None
+                return (registers.expand_fp8(codes, scales, starts, last, **lookup),), half == 1
 
             def accumulate(acc):
                 def release(at, half, when):
@@ -235,17 +244,18 @@ def _kernel(product: Product, plan: Plan):
                         )
                     row_slots = [lax.rem(at * stages + p, plan.row_stages) for p in range(stages)]
                     for half in range(2):
-                        # One product stays in flight while the next left operand is expanded.
-                        plgpu.wgmma_wait(1)
+                        # Half a step stays in flight while the next left operands are expanded.
+                        plgpu.wgmma_wait(products)
                         release(at - 1, half, s > 0)
-                        left, free = left_operand(slot, half, column, packed)
+                        lefts, free = left_operands(slot, half, column, packed)
                         if free:
                             plgpu.barrier_arrive(weight_empty.at[slot])
                         if half == 0:
                             for row_slot in row_slots:
                                 plgpu.barrier_wait(row_full.at[row_slot])
                         right = tiled_rows.at[row_slots[half * stages // 2], half % row_blocks]
-                        plgpu.wgmma(acc, left, right.T)
+                        for left in lefts:
+                            plgpu.wgmma(acc, left, right.T)
                     return at + 1
 
                 def turn(t, at):
@@ -275,7 +285,7 @@ def _kernel(product: Product, plan: Plan):
             for start in range(0, n, store_rows):
                 columns = slice(start, min(start + store_rows, n))
                 out = out_smem.at[group]
-                shift = 0 if kind == "bf16" or product.e4m3 else registers.SHIFT
+                shift = registers.SHIFT if kind in ("fp4", "fp8") and not product.e4m3 else 0
                 if product.limit is not None:
                     stores.store_swiglu(
                         acc, route, out.at[0], first,
@@ -313,7 +323,7 @@ def _kernel(product: Product, plan: Plan):
     single, eight = plgpu.TilingTransform((1, 64)), plgpu.TilingTransform((8, 64))
     halves = 1 if kind == "fp4" else 2
     weight_shape = (plan.weight_stages, halves, height, 64)
-    weight_dtype = jnp.bfloat16 if kind == "bf16" else jnp.uint8
+    weight_dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}.get(kind, jnp.uint8)
     line = 32 if wide or paired else 64
     out_shape = (plan.groups, 2 if wide else 1, store_rows, line)
     staged = stores.PLAIN_32 if wide else stores.PAIRED_16 if paired else stores.PLAIN_16

@@ -37,6 +37,7 @@ CODES = {
     "fp4": (),
     "fp8": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(64)),
     "bf16": (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128)),
+    "f32": (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128)),
 }
 """How the weights of a step lie in shared memory."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
@@ -156,11 +157,11 @@ def e4m3_words(word: ir.Value, low: ir.Value, high: ir.Value) -> list[ir.Value]:
 def _expand_fp8(words: ir.Value, factor: ir.Value, lane: ir.Value) -> list[ir.Value]:
     """16 bytes -> 2 bf16 pairs: bytes 2 lane + {0, 1} of either half."""
     select = add(mul(lane, 0x2020), const(0x1000))
-    found = []
+    word, found = ir.IntegerType.get_signless(32), []
     for half in range(2):
         low, high = element(words, 2 * half), element(words, 2 * half + 1)
         ptx = "prmt.b32 $0, $1, $2, $3;"
-        both = utils.inline_ptx(ptx, low, high, select, result_types=low.type)
+        both = utils.inline_ptx(ptx, low, high, select, result_types=word)
         found.append(_spread(both, 0, -4, 0x07F007F0, factor))
     return found
 
@@ -296,26 +297,36 @@ def row_exponents(scales, start: Array, *, rows: Rows, pitch: int) -> Array:
     return largest(scales, start)
 
 
-def expand_fp8(codes, scales, starts: tuple[Array, Array], *, rows: Rows, pitch: int) -> Array:
+def expand_fp8(
+    codes,
+    scales,
+    starts: tuple[Array, Array],
+    last: Array | None = None,
+    *,
+    rows: Rows,
+    pitch: int,
+) -> Array:
     """64 columns of e4m3 weights with 32 x 32 block scales, ready for `plgpu.wgmma`.
 
     Args:
         codes: SMEM uint8 [height, 64] with CODES["fp8"].
         scales: GMEM uint8, flat, one row of `pitch` bytes for 32 rows.
         starts: int32, byte of the first block row and of these columns, for each member.
+        last: int32, the last block row that exists, counted from the tile's first; None if all do.
 
     Returns:
         bf16 [64, 64] * 2^-SHIFT.
     """
     layout = plgpu.Layout.WGMMA
+    scalars = starts if last is None else (*starts, last)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(CODES["fp8"]), plgpu.RefType(), SCALAR, SCALAR),
+        arg_types=(plgpu.RefType(CODES["fp8"]), plgpu.RefType(), *(SCALAR for _ in scalars)),
         return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout),
     )
     def expand(_, codes, scales, *starts):
-        byte, words = ir.IntegerType.get_signless(8), ir.VectorType.get((4,), const(0).type)
-        lane = thread_place()[2]
+        byte, word = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
+        words, lane = ir.VectorType.get((4,), word), thread_place()[2]
         code_pointer, scale_pointer = utils.memref_ptr(codes), utils.memref_ptr(scales)
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 64)), dtype=object)
         for member in range(2):
@@ -323,6 +334,8 @@ def expand_fp8(codes, scales, starts: tuple[Array, Array], *, rows: Rows, pitch:
             block = arith.shrui(row, const(5))
             if rows.paired and member:
                 block = arith.subi(block, const(rows.height // 64))
+            if last is not None:
+                block = arith.minui(block, starts[2].registers.item())
             at = add(starts[member].registers.item(), mul(block, pitch))
             turn = arith.andi(shifted(row, -1), const(3))
             for group in range(2):
@@ -335,4 +348,4 @@ def expand_fp8(codes, scales, starts: tuple[Array, Array], *, rows: Rows, pitch:
                         registers[0, 2 * piece + h, 0, 0, member, 0, 0, 0, 0] = pair
         return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
-    return expand(codes, scales, *starts)
+    return expand(codes, scales, *scalars)

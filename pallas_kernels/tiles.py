@@ -64,7 +64,7 @@ class Product:
     """What is multiplied.
 
     Attributes:
-        kind: "fp4", "fp8" or "bf16" weights.
+        kind: "fp4", "fp8", "bf16" or "f32" weights.
         rows, k: shape of x.
         matrix: weight rows of one matrix.
         limit: bound of SwiGLU for gate and up stacked in a matrix; None is a plain product.
@@ -95,7 +95,7 @@ class Product:
     @property
     def step_bytes(self) -> int:
         """Stored bytes of one row in a step."""
-        return {"fp4": 64, "fp8": 128, "bf16": 256}[self.kind]
+        return {"fp4": 64, "fp8": 128, "bf16": 256, "f32": 512}[self.kind]
 
 
 OVERHEAD = 48

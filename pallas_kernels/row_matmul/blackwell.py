@@ -1,7 +1,7 @@
 """The row product on Blackwell (pallas_kernels/blackwell.py): one tile shape, one K order for every
 number of rows.
 
-bf16 weights run as they are. float32 weights are three bf16 terms (hopper.py), exact products with
+bf16 weights run as they are. float32 weights are three bf16 terms, exact products with
 bf16 rows. FP8 block weights are widened to bf16 by XLA first: exact, and the tensor cores' own
 block scales cover 32 columns of one row only.
 """
@@ -9,14 +9,26 @@ block scales cover 32 columns of one row only.
 import functools
 
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import blackwell, formats
 from pallas_kernels.blackwell import Plan
 from pallas_kernels.row_matmul.groups import one_by_one, one_part
-from pallas_kernels.row_matmul.hopper import check, terms
+from pallas_kernels.row_matmul.hopper import check
+from pallas_kernels.terms import TERMS
 from pallas_kernels.tiles import Product
+
+
+def terms(w: Float[Array, "n k"]) -> Float[Array, "terms n k"]:
+    """float32 as three bf16 terms: their sum is w for every w that is zero or above 2^-102."""
+    rest, found = w, []
+    for _ in range(TERMS):
+        # Explicit rounding: a plain cast there and back may be optimised away.
+        found.append(lax.reduce_precision(rest, 8, 7))
+        rest = rest - found[-1]
+    return jnp.stack(found).astype(jnp.bfloat16)
 
 
 def matmul(

@@ -11,6 +11,7 @@ import numpy as np
 
 from pallas_kernels.cases import Case
 from pallas_kernels.grouped_gemm.shapes import weight
+from pallas_kernels.row_matmul import plans
 
 RELEASED = {
     "wq_a": (1280, 5120, "fp8"),
@@ -54,23 +55,26 @@ def case(
     out: Any = ml_dtypes.bfloat16,
     invariant: bool = True,
     groups: int | None = None,
+    parts: bool = False,
     tags: tuple[str, ...] = ("test",),
 ) -> Case:
-    """One case; with `groups`, of as many matrices of n channels."""
+    """One case; with `groups`, of as many matrices of n channels; with `parts`, not added up."""
     byte = {"fp8": 1, "bf16": 2, "f32": 4}[kind]
     exact = np.dtype(out) == np.float32 and kind != "fp8"
-    lead, parts = ((rows,), 1) if groups is None else ((rows, groups), groups)
-    channels = parts * n
+    lead, times = ((rows,), 1) if groups is None else ((rows, groups), groups)
+    channels = times * n
+    function = "partial_products" if parts else "matmul" if groups is None else "matmul_groups"
+    options: tuple = (("invariant", invariant),)
     return Case(
         name=name,
-        function="matmul" if groups is None else "matmul_groups",
+        function=function,
         build=functools.partial(_inputs, lead=lead, n=channels, k=k, kind=kind, dtype=dtype),
         shapes=functools.partial(_abstract, lead, channels, k, kind, dtype),
         small=lambda _: (None, None, None),
-        options=(("invariant", invariant), ("out_dtype", np.dtype(out))),
+        options=options if parts else (*options, ("out_dtype", np.dtype(out))),
         flops=2 * rows * channels * k,
         bytes=channels * k * byte
-        + rows * (parts * k * np.dtype(dtype).itemsize + channels * np.dtype(out).itemsize),
+        + rows * (times * k * np.dtype(dtype).itemsize + channels * np.dtype(out).itemsize),
         tags=frozenset(tags),
         tolerance=1e-5 if exact else 5e-3,
     )
@@ -85,7 +89,22 @@ def _released() -> list[Case]:
     groups, n, k, kind = WO_A
     for rows in (16, 256, 1024, 4096):
         cases.append(case(f"wo_a_{rows}", rows, n, k, kind, groups=groups, tags=("aot", "bench")))
-    return cases
+    return cases + _cut_by_rows()
+
+
+def _cut_by_rows() -> list[Case]:
+    """The same where another number of parts is taken when it may depend on the rows."""
+    cases = []
+    for name, (n, k, kind) in RELEASED.items():
+        out = np.float32 if name in ("router", "mhc") else ml_dtypes.bfloat16
+        for rows in (16, 384, 1024, 4096):
+            if plans.best(kind, rows, n, k)[0] != plans.parts_of_k(kind, n, k):
+                named: dict[str, Any] = dict(out=out, invariant=False, tags=("aot", "bench"))
+                cases.append(case(f"{name}_{rows}_by_rows", rows, n, k, kind, **named))
+    groups, n, k, kind = WO_A
+    tags = ("aot", "bench")
+    last = case("wo_a_16_by_rows", 16, n, k, kind, groups=groups, invariant=False, tags=tags)
+    return [*cases, last]
 
 
 CASES: tuple[Case, ...] = (
@@ -97,6 +116,8 @@ CASES: tuple[Case, ...] = (
     case("f32", 5, 24, 320, "f32", dtype=np.float32, out=np.float32),
     case("fp8_tile", 150, 512, 384, "fp8"),
     case("one_row", 1, 64, 128, "fp8"),
+    case("router_f32_256", 256, 384, 5120, "f32", out=np.float32, tags=("aot",)),
+    case("parts_16", 16, 24, 20480, "f32", out=np.float32, parts=True, tags=("aot",)),
     case("groups_fp8", 33, 128, 256, "fp8", groups=3),
     case("groups_bf16", 5, 64, 96, "bf16", groups=2, out=np.float32),
     *_released(),

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
+from jax.experimental.mosaic.gpu import fragmented_array
 
 THREADS = 128
 BF16 = ml_dtypes.bfloat16
@@ -286,6 +287,8 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
         cmpi=_cmp,
         CmpIPredicate=SimpleNamespace(eq="eq", ne="ne", slt="lt"),
         extui=lambda _, x: x.astype(u32),
+        index_cast=lambda _, x: x,
+        subf=lambda a, b: a - b,
         addf=lambda a, b: a + b,
         maximumf=np.maximum,
     )
@@ -321,13 +324,22 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
             number = number + u32(THREADS)
         machine.active = before
 
+    def load(kind, address, alignment):
+        count, each = kind if isinstance(kind, tuple) else (1, kind)
+        assert not (address % alignment).any()
+        width = 1 if each == "i8" else 4
+        raw = memory.bytes[address[:, None].astype(np.int64) + np.arange(count * width)]
+        found = raw.astype(u32) if each == "i8" else raw.view(np.float32 if each == "f32" else u32)
+        return found if isinstance(kind, tuple) else found[:, 0]
+
     def bitcast(kind, x):
         return x.view(np.float32) if kind == "f32" and x.dtype == u32 else x.view(u32)
 
     ir = SimpleNamespace(
         F32Type=SimpleNamespace(get=lambda: "f32"),
         BF16Type=SimpleNamespace(get=lambda: "bf16"),
-        VectorType=SimpleNamespace(get=lambda *_: "pair"),
+        VectorType=SimpleNamespace(get=lambda shape, kind: (shape[0], kind)),
+        DenseI64ArrayAttr=SimpleNamespace(get=list),
         IntegerType=SimpleNamespace(get_signless=lambda n: f"i{n}"),
         MemRefType=lambda shape: SimpleNamespace(shape=shape),
     )
@@ -341,10 +353,27 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
     fakes = {
         "arith": arith,
         "llvm": SimpleNamespace(
-            bitcast=bitcast, extractelement=lambda pair, n: pair[int(n[0])], ptrtoint=None
+            bitcast=bitcast,
+            extractelement=lambda pair, n: pair[int(n[0])],
+            load=load,
+            ptrtoint=None,
+        ),
+        "vector": SimpleNamespace(
+            extract=lambda values, dynamic_position, static_position: values[:, static_position[0]]
+        ),
+        "gpu": SimpleNamespace(
+            thread_id=lambda _: np.arange(THREADS, dtype=u32), Dimension=SimpleNamespace(x=0)
+        ),
+        "fa": SimpleNamespace(
+            WGMMA_LAYOUT=fragmented_array.WGMMA_LAYOUT,
+            FragmentedArray=lambda _registers, **_: SimpleNamespace(registers=_registers),
         ),
         "utils": SimpleNamespace(
             inline_ptx=inline,
+            c=constant,
+            bitcast=lambda x, kind: bitcast(kind, x),
+            memref_ptr=lambda ref: np.full(THREADS, ref.base, u32),
+            getelementptr=lambda pointer, offsets, _: pointer + offsets[0],
             thread_idx=lambda: np.arange(THREADS, dtype=u32),
             warpgroup_barrier=lambda: None,
         ),
@@ -364,7 +393,7 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
     }
     mgpu = SimpleNamespace(
         c=constant,
-        WGMMA_LAYOUT=getattr(ptx.mgpu, "WGMMA_LAYOUT", None),
+        WGMMA_LAYOUT=fragmented_array.WGMMA_LAYOUT,
         FragmentedArray=lambda _registers, **_: SimpleNamespace(registers=_registers),
     )
     with monkeypatch.context() as patch:

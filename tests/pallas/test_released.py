@@ -17,7 +17,7 @@ import pytest
 from pallas_kernels import registers, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.quantise import hopper as quantise
-from pallas_kernels.row_matmul import hopper
+from pallas_kernels.row_matmul import plans
 from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
 from pallas_kernels.row_matmul.shapes import RELEASED, WO_A
 from tests.pallas.test_index_topk import block_of, check_selection, scored
@@ -177,12 +177,11 @@ def counts_of(name):
     """Row counts on both sides of every change of the tile, whole and short last tiles, and some
     drawn ones: between them every tile that a count from 1 to 2,048 takes."""
     groups, n, k, kind = WO_A if name == "wo_a" else (1, *RELEASED[name])
-    width = 3 * -(-n // 8) * 8 if kind == "f32" else groups * n
-    splits = 1 if groups > 1 else hopper.parts_of_k(width, k)
-    plans = [hopper.plan(rows, width, splits) for rows in range(1, MOST + 1)]
+    splits = 1 if groups > 1 else plans.parts_of_k(kind, n, k)
+    cuts = [plans.best(kind, rows, n, k, splits, groups) for rows in range(1, MOST + 1)]
     found = {1, 2, 3, 6, MOST}
     for rows in range(1, MOST):
-        if plans[rows - 1] != plans[rows]:
+        if cuts[rows - 1] != cuts[rows]:
             found |= {rows, rows + 1}
     return sorted(found | set(np.random.default_rng().integers(1, MOST, 24).tolist()))
 

@@ -3,6 +3,7 @@ rows."""
 
 import functools
 import inspect
+import math
 import zlib
 
 import jax
@@ -16,7 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_kernels import row_matmul, target
 from pallas_kernels.blackwell import Plan
 from pallas_kernels.grouped_gemm.shapes import weight
-from pallas_kernels.row_matmul import blackwell, hopper, shapes
+from pallas_kernels.row_matmul import blackwell, hopper, plans, shapes
+from pallas_kernels.tiles import Plan as Tile
 
 BF16 = ml_dtypes.bfloat16
 NAMES = [i.name for i in row_matmul.IMPLEMENTATIONS if not i.misfit(target(), i.name)]
@@ -138,15 +140,88 @@ def test_blackwell_schedule_in_interpret_mode():
 
 def test_three_bf16_terms_are_the_float32_weight():
     w = np.random.default_rng(3).standard_normal((7, 50)).astype(np.float32)
-    parts = np.asarray(jax.jit(hopper.terms)(w)).astype(np.float64)
+    parts = np.asarray(jax.jit(blackwell.terms)(w)).astype(np.float64)
     np.testing.assert_array_equal(parts.sum(0), w.astype(np.float64))
 
 
-def test_parts_of_k_depend_on_the_weight_alone():
-    for n, k, _ in shapes.RELEASED.values():
-        parts = hopper.parts_of_k(n, k)
-        assert k % (parts * 128) == 0
-    assert "rows" not in inspect.signature(hopper.parts_of_k).parameters
+PRODUCTS = [(*value, 1) for value in shapes.RELEASED.values()]
+PRODUCTS.append((*shapes.WO_A[1:], shapes.WO_A[0]))
+ROWS = (1, 16, 64, 256, 384, 1024, 1536, 4096)
+
+
+def items(rows, channels, parts, plan, matrices):
+    tiles = math.ceil(channels / plan.height) * math.ceil(rows / plan.rows)
+    return matrices * parts * tiles
+
+
+@pytest.mark.parametrize(("n", "k", "kind", "matrices"), PRODUCTS)
+def test_every_cut_can_run(n, k, kind, matrices):
+    for rows in ROWS:
+        parts, plan = plans.best(kind, rows, n, k, None, matrices)
+        steps = k // 128
+        assert steps % parts == 0 and (parts == 1 or steps // parts >= plans.LEAST)
+        assert plan.rows % 8 == 0 and plan.rows <= plans.most_rows(kind, plan.groups)
+        assert matrices == 1 or n % plan.height == 0
+        fixed, other = plans.best(kind, rows, n, k, 2, matrices)
+        assert fixed == 2
+        least = plans.microseconds(kind, rows, n, k, parts, plan, matrices)
+        assert least <= plans.microseconds(kind, rows, n, k, fixed, other, matrices)
+
+
+@pytest.mark.parametrize(("n", "k", "kind", "matrices"), PRODUCTS)
+def test_few_rows_reach_most_multiprocessors(n, k, kind, matrices):
+    for rows in (1, 16):
+        cut = plans.best(kind, rows, n, k, None, matrices)
+        assert 40 <= items(rows, n, *cut, matrices) <= 132
+
+
+def test_parts_for_every_number_of_rows_are_a_function_of_the_weight():
+    found = [plans.parts_of_k(kind, n, k) for n, k, kind in shapes.RELEASED.values()]
+    assert found == [2, 1, 4, 1, 1, 4, 40]
+    assert plans.parts_of_k("f32", 384, 5120) == 2
+    assert "rows" not in inspect.signature(plans.parts_of_k).parameters
+
+
+MEASURED = [
+    ("wq_a", 16, 2, 8, 16.8),
+    ("wq_a", 4096, 2, 128, 117.9),
+    ("wq_b", 256, 1, 256, 35.4),
+    ("wq_b", 4096, 1, 256, 518.2),
+    ("wkv", 16, 4, 8, 11.2),
+    ("wkv", 4096, 4, 128, 58.0),
+    ("wo_b", 16, 1, 8, 42.4),
+    ("wo_b", 256, 1, 88, 56.8),
+    ("wo_b", 1024, 1, 176, 139.2),
+    ("shared_up", 16, 1, 8, 26.8),
+    ("shared_up", 1024, 1, 152, 43.4),
+    ("router", 16, 4, 8, 8.1),
+    ("router", 4096, 4, 128, 50.0),
+]
+"""(weight, rows, parts, rows of a tile of two warpgroups, microseconds on an H200)."""
+
+
+@pytest.mark.parametrize(("name", "rows", "parts", "tile", "measured"), MEASURED)
+def test_estimates_are_near_what_was_measured(name, rows, parts, tile, measured):
+    n, k, kind = shapes.RELEASED[name]
+    estimate = plans.microseconds(kind, rows, n, k, parts, Tile(tile))
+    assert estimate == pytest.approx(measured, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "parts"),
+    [("matmul", "f32", 1), ("partial_products", "f32", 40), ("partial_products", "bf16", 10)],
+)
+def test_the_kernel_takes_the_weight_as_stored(function, kind, parts):
+    """Nothing as large is computed from the weight first, and there is a result for each part."""
+    n, k = (24, 20480) if kind == "f32" else (384, 5120)
+    x = jax.ShapeDtypeStruct((16, k), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((n, k), jnp.float32 if kind == "f32" else jnp.bfloat16)
+    named = {"out_dtype": jnp.float32} if function == "matmul" else {}
+    traced = jax.make_jaxpr(functools.partial(getattr(hopper, function), **named))(x, w)
+    (out,) = traced.out_avals
+    assert out.shape == ((16, n) if function == "matmul" else (parts, 16, n))
+    made = [v.aval.shape for e in traced.jaxpr.eqns for v in e.outvars]
+    assert not [shape for shape in made if math.prod(shape) >= n * k]
 
 
 @pytest.mark.parametrize("implementation", [i.name for i in row_matmul.IMPLEMENTATIONS])
