@@ -353,20 +353,13 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
     fakes = {
         "arith": arith,
         "llvm": SimpleNamespace(
-            bitcast=bitcast,
-            extractelement=lambda pair, n: pair[int(n[0])],
-            load=load,
-            ptrtoint=None,
+            bitcast=bitcast, extractelement=lambda x, n: x[int(n[0])], load=load, ptrtoint=None
         ),
         "vector": SimpleNamespace(
-            extract=lambda values, dynamic_position, static_position: values[:, static_position[0]]
+            extract=lambda x, dynamic_position, static_position: x.T[static_position[0]]
         ),
         "gpu": SimpleNamespace(
             thread_id=lambda _: np.arange(THREADS, dtype=u32), Dimension=SimpleNamespace(x=0)
-        ),
-        "fa": SimpleNamespace(
-            WGMMA_LAYOUT=fragmented_array.WGMMA_LAYOUT,
-            FragmentedArray=lambda _registers, **_: SimpleNamespace(registers=_registers),
         ),
         "utils": SimpleNamespace(
             inline_ptx=inline,
@@ -398,7 +391,7 @@ def emulated(monkeypatch, memory: Memory, ptx, *modules):
     )
     with monkeypatch.context() as patch:
         for module in (ptx, *modules):
-            for name, fake in (*fakes.items(), ("mgpu", mgpu)):
+            for name, fake in (*fakes.items(), ("mgpu", mgpu), ("fa", mgpu)):
                 if name in vars(module):
                     patch.setattr(module, name, fake)
         yield machine
