@@ -27,7 +27,7 @@ NAMES = {
     "grouped_gemm": ("hopper", "hopper_fp8", "blackwell", "xla", "reference"),
     "index_topk": ("hopper", "reference"),
     "row_matmul": ("hopper", "blackwell", "xla", "reference"),
-    "sinkhorn": ("hopper", "reference"),
+    "hyper_connections": ("hopper", "reference"),
     "quantise": ("hopper", "reference"),
     "grouping": ("hopper", "reference"),
 }

@@ -25,12 +25,13 @@ from jaxtyping import Array, Int32
 
 from deepinfer_jax.bench import counts, drawn
 from deepinfer_jax.config import ModelConfig, Numerics
-from deepinfer_jax.model import attention, engram, engram_hash, transformer
+from deepinfer_jax.model import attention, engram, engram_hash, hyper, transformer
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import rows as row_lists
-from deepinfer_jax.model.block import BlockWeights, Hidden
+from deepinfer_jax.model.block import BlockWeights
 from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.capture import Capture
+from deepinfer_jax.model.hyper import Hidden
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
@@ -138,7 +139,7 @@ def layers(
             pages=given["pages"],
         )
         pre = jnp.full((rows.count, cfg.hc_mult), 1 / cfg.hc_mult, jnp.float32)
-        hidden, selection = Hidden(given["streams"], pre), given["selection"]
+        hidden, selection = hyper.hidden(given["streams"], pre), given["selection"]
         found: dict[int, Int32[Array, "rows columns"]] = {}
         if any(plan.engram for plan in plans):
             found, cache = engram_hash.table_rows(cfg, given["token_map"], listed, cache)
@@ -146,7 +147,7 @@ def layers(
             with jax.named_scope(f"layer_{plan.index}"):
                 if plan.engram:
                     streams = engram.engram(setup, layer.engram, found[plan.index], hidden.streams)
-                    hidden = dataclasses.replace(hidden, streams=streams)
+                    hidden = hyper.hidden(streams, hidden.pre)
 
                 attend = functools.partial(_attend, setup, plan, layer, listed, cache, selection)
 

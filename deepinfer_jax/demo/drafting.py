@@ -83,7 +83,7 @@ def block_logits(
         streams, pre, _, _ = network.block(
             setup, layer, streams, pre, attend, cfg.dspark_num_experts_per_tok
         )
-    x = hyper.collapse(streams, pre)
+    x = hyper.hidden(streams, pre).collapsed
     base = head_logits(setup, x, draft.norm, weights.head)
     before = draft.markov_embed[block.reshape(-1)]
     logits = base + before @ draft.markov_head.T

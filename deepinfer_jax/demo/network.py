@@ -111,7 +111,7 @@ def forward(
         )
         index_loss += loss
         loads.append(load)
-    x = drop(hyper.collapse(streams, pre))
+    x = drop(hyper.hidden(streams, pre).collapsed)
     logits = head_logits(setup, x, weights.norm, weights.head)
     return Outcome(
         logits.reshape(*tokens.shape, -1), jnp.concatenate(taps, axis=-1), loads, index_loss
@@ -133,19 +133,21 @@ def block(
     anything else; taken: experts a row. Streams and pre after it, what else `attend` gave, and rows
     an expert took."""
     eps = setup.cfg.rms_norm_eps
-    mix = hyper.mixes(setup, weights.hc_attn, streams)
-    out, more = attend(rms_norm(hyper.collapse(streams, pre), weights.attn_norm, eps))
-    streams = write_back(drop(out), streams, mix)
-    after = hyper.mixes(setup, weights.hc_ffn, streams)
-    x = rms_norm(hyper.collapse(streams, mix.pre), weights.ffn_norm, eps)
+    hidden = hyper.hidden(streams, pre)
+    mix = hyper.mixes(setup, weights.hc_attn, streams, hidden.mean_square)
+    out, more = attend(rms_norm(hidden.collapsed, weights.attn_norm, eps))
+    hidden = hyper.hidden(write_back(drop(out), streams, mix), mix.pre)
+    after = hyper.mixes(setup, weights.hc_ffn, hidden.streams, hidden.mean_square)
+    x = rms_norm(hidden.collapsed, weights.ffn_norm, eps)
     out, load = experts(setup, weights.ffn, x, taken)
-    return write_back(drop(out), streams, after), after.pre, more, load
+    return write_back(drop(out), hidden.streams, after), after.pre, more, load
 
 
 def write_back(
     out: Float[Array, "rows d"], streams: Float[Array, "rows n d"], mix: hyper.Mixes
 ) -> Float[Array, "rows n d"]:
-    """hyper.write_back, one stream after another (a sum over a short axis does not vectorise)."""
+    """The streams of hyper.update, one after another (a sum over a short axis does not
+    vectorise)."""
     n = streams.shape[1]
     sources = [x[:, 0] for x in jax.lax.split(streams, (1,) * n, axis=1)]
     comb = jax.lax.split(mix.comb.reshape(-1, n * n), (1,) * (n * n), axis=1)

@@ -11,7 +11,7 @@ its products and the bytes it has to read.
                     candidate pool a row scores no more than the pool has, and a sequence reads no
                     more than the pools of its rows
     row_matmul      2 r K N FLOP;                reads the weight once
-    sinkhorn, quantise, grouping    as their references: no products, and what they read is small
+    hyper_connections, quantise, grouping    as their references: no products
 
 Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
 """
@@ -25,11 +25,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.grouping import reference as grouping
+from pallas_kernels.hyper_connections import reference as hyper_connections
 from pallas_kernels.quantise import reference as quantise
-from pallas_kernels.sinkhorn import reference as sinkhorn
 
 NAME = "priced_kernel_"
-SMALL = {"sinkhorn": sinkhorn, "quantise": quantise, "grouping": grouping}
+REFERENCES = {"hyper_connections": hyper_connections, "quantise": quantise, "grouping": grouping}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Costs:
     found: list[Cost] = dataclasses.field(default_factory=list)
 
     def __call__(self, op: str, function: str, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if op in SMALL:
-            return getattr(SMALL[op], function)(*args, **kwargs)
+        if op in REFERENCES:
+            return getattr(REFERENCES[op], function)(*args, **kwargs)
         price = getattr(self, f"_{op}", None)
         if price is None:
             raise NotImplementedError(f"lab: no cost is declared for kernel {op}.{function}")

@@ -2,10 +2,10 @@
 
 The `pre` that collapses the streams comes from the sublayer before; post and comb are the
 sublayer's own:
-  mix_a = mixes(X),  a = attention(norm(collapse(X, pre_in))),   X1 = write_back(a, X, mix_a)
-  mix_f = mixes(X1), f = moe(norm(collapse(X1, mix_a.pre))),     X2 = write_back(f, X1, mix_f)
-and (X2, mix_f.pre) go to the next block. What "attention" is differs between the backbone and the
-draft stages, so it is passed in.
+  mix_a = mixes(X),   a = attention(norm(c)),   X1, c1 = update(a, X, mix_a)
+  mix_f = mixes(X1),  f = moe(norm(c1)),        X2, c2 = update(f, X1, mix_f)
+where c is X collapsed with the mix that the sublayer before predicted, and (X2, c2) go to the next
+block. What "attention" is differs between the backbone and the draft stages, so it is passed in.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, engram, hyper, moe
 from deepinfer_jax.model.attention import AttentionWeights
 from deepinfer_jax.model.capture import Capture
-from deepinfer_jax.model.hyper import HyperWeights
+from deepinfer_jax.model.hyper import Hidden, HyperWeights
 from deepinfer_jax.model.moe import MoEWeights
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.setup import Setup
@@ -39,15 +39,6 @@ class BlockWeights:
     ffn_norm: Leaf
     ffn: MoEWeights
     engram: Leaf
-
-
-@flax.struct.dataclass
-class Hidden:
-    """What flows between blocks: streams [rows, n, d] in the compute type, pre [rows, n]
-    float32."""
-
-    streams: Leaf
-    pre: Leaf
 
 
 def abstract(cfg: ModelConfig, plan: LayerPlan, experts: int) -> BlockWeights:
@@ -86,16 +77,15 @@ def block(
 ) -> tuple[Hidden, Any]:
     """Both sublayers; `attend` maps normed rows to (output, state) and the state is handed back."""
     eps = setup.cfg.rms_norm_eps
-    streams = hidden.streams
-    mix = hyper.mixes(setup, weights.hc_attn, streams)
-    x = rms_norm(hyper.collapse(streams, hidden.pre), weights.attn_norm, eps)
+    mix = hyper.mixes(setup, weights.hc_attn, hidden.streams, hidden.mean_square)
+    x = rms_norm(hidden.collapsed, weights.attn_norm, eps)
     capture.add("attn_in", layer, x)
     out, state = attend(x)
     capture.add("attn_out", layer, out)
-    streams = hyper.write_back(out, streams, mix)
+    hidden = hyper.update(setup, out, hidden.streams, mix)
 
-    after = hyper.mixes(setup, weights.hc_ffn, streams)
-    x = rms_norm(hyper.collapse(streams, mix.pre), weights.ffn_norm, eps)
+    after = hyper.mixes(setup, weights.hc_ffn, hidden.streams, hidden.mean_square)
+    x = rms_norm(hidden.collapsed, weights.ffn_norm, eps)
     capture.add("ffn_in", layer, x)
     out = moe.moe(
         setup,
@@ -109,4 +99,4 @@ def block(
     )
     capture.add("ffn_out", layer, out)
     capture.add("pre_mix", layer, after.pre)
-    return Hidden(hyper.write_back(out, streams, after), after.pre), state
+    return hyper.update(setup, out, hidden.streams, after), state

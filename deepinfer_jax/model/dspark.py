@@ -24,7 +24,7 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import attention, hyper, parallel
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import cache as caches
-from deepinfer_jax.model.block import BlockWeights, Hidden
+from deepinfer_jax.model.block import BlockWeights
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.head import embedded, head_logits
@@ -116,10 +116,7 @@ def draft_block(
     noise token."""
     with jax.named_scope("dspark"):
         cfg = setup.cfg
-        hidden = Hidden(
-            hyper.expand(embedded(setup, embed, rows.token), cfg),
-            hyper.first_pre(rows.size, cfg),
-        )
+        hidden = hyper.first(embedded(setup, embed, rows.token), cfg)
         for plan, stage in zip(cfg.draft_plan, weights.stages, strict=True):
             ring = cache.draft[plan.index]
             hidden, _ = blocks.block(
@@ -132,7 +129,7 @@ def draft_block(
                 experts_per_token=cfg.dspark_num_experts_per_tok,
                 capture=capture,
             )
-        x = hyper.collapse(hidden.streams, hidden.pre)
+        x = hidden.collapsed
         base = head_logits(setup, x, weights.norm, head)
         return DraftBlock(
             base.reshape(rows.groups, rows.width, -1), x.reshape(rows.groups, rows.width, -1)

@@ -9,7 +9,8 @@ The residual is n streams X [rows, n, d]. Each sublayer predicts from X three mi
                                                                             column normalisation
 and writes back X'_j = post_j * out + sum_i comb_ij X_i: the sum runs over the first index.
 "Single-pass": a sublayer collapses the streams with the `pre` that the sublayer before it
-predicted, so one pass over X serves both.
+predicted, so one pass over X (`update`) writes it back, collapses it for the next sublayer and
+takes the mean of its squares. Kernels: pallas_kernels/hyper_connections.
 """
 
 import flax.struct
@@ -19,10 +20,9 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model.compile import shared
-from deepinfer_jax.model.norm import inverse_rms
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, plain
-from pallas_kernels import row_matmul, sinkhorn
+from pallas_kernels import hyper_connections, row_matmul
 
 
 @flax.struct.dataclass
@@ -32,6 +32,20 @@ class HyperWeights:
     fn: Leaf
     base: Leaf
     scale: Leaf
+
+
+@flax.struct.dataclass
+class Hidden:
+    """What flows between sublayers.
+
+    streams: [rows, n, d] in the compute type. pre: float32 [rows, n], what they are collapsed with.
+    collapsed: [rows, d] in the compute type. mean_square: float32 [rows], of a row's streams.
+    """
+
+    streams: Leaf
+    pre: Leaf
+    collapsed: Leaf
+    mean_square: Leaf
 
 
 @flax.struct.dataclass
@@ -63,60 +77,65 @@ def first_pre(rows: int, cfg: ModelConfig) -> Float[Array, "rows n"]:
     return jnp.zeros((rows, cfg.hc_mult), jnp.float32).at[:, 0].set(1.0)
 
 
+def first(x: Float[Array, "rows d"], cfg: ModelConfig) -> Hidden:
+    """The state at the first sublayer: n streams equal to x, of which it sees stream 0."""
+    return hidden(expand(x, cfg), first_pre(x.shape[0], cfg))
+
+
+@shared()
+def hidden(streams: Float[Array, "rows n d"], pre: Float[Array, "rows n"]) -> Hidden:
+    """The state between sublayers of streams that no `update` made."""
+    with jax.named_scope("mhc_enter"):
+        wide = streams.astype(jnp.float32)
+        collapsed = jnp.sum(pre[:, :, None] * wide, axis=1).astype(streams.dtype)
+        mean_square = jnp.mean(jnp.square(wide.reshape(wide.shape[0], -1)), axis=-1)
+        return Hidden(streams, pre, collapsed, mean_square)
+
+
 @shared("setup")
-def mixes(setup: Setup, weights: HyperWeights, streams: Float[Array, "rows n d"]) -> Mixes:
-    """Predicts pre, post and comb of one sublayer from the streams at its entry."""
+def mixes(
+    setup: Setup,
+    weights: HyperWeights,
+    streams: Float[Array, "rows n d"],
+    mean_square: Float[Array, " rows"],
+) -> Mixes:
+    """Predicts pre, post and comb of one sublayer from the streams at its entry and the mean of
+    their squares."""
     with jax.named_scope("mhc_mixes"):
         cfg = setup.cfg
-        flat = streams.reshape(streams.shape[0], -1)
-        projected = row_matmul.matmul(
-            flat,
+        parts = row_matmul.partial_products(
+            streams.reshape(streams.shape[0], -1),
             weights.fn,
-            out_dtype=jnp.float32,
             invariant=setup.numerics.invariant,
             implementation=setup.kernels["row_matmul"],
         )
-        return split(
-            setup, projected * inverse_rms(flat, cfg.rms_norm_eps), weights.scale, weights.base
+        return Mixes(
+            *hyper_connections.mixes(
+                parts,
+                mean_square,
+                weights.scale,
+                weights.base,
+                n=cfg.hc_mult,
+                eps=cfg.rms_norm_eps,
+                hc_eps=cfg.hc_eps,
+                iterations=cfg.hc_sinkhorn_iters,
+                implementation=setup.kernels["hyper_connections"],
+            )
         )
 
 
-def split(
-    setup: Setup,
-    m: Float[Array, "rows mix"],
-    scale: Float[Array, " 3"],
-    base: Float[Array, " mix"],
-) -> Mixes:
-    """The projected, normalised statistics m as mixes."""
-    cfg, n = setup.cfg, setup.cfg.hc_mult
-    pre = jax.nn.sigmoid(m[:, :n] * scale[0] + base[None, :n]) + jnp.float32(cfg.hc_eps)
-    post = 2.0 * jax.nn.sigmoid(m[:, n : 2 * n] * scale[1] + base[None, n : 2 * n])
-    square = m[:, 2 * n :] * scale[2] + base[None, 2 * n :]
-    comb = sinkhorn.normalise(
-        square.reshape(-1, n, n),
-        iterations=cfg.hc_sinkhorn_iters,
-        eps=cfg.hc_eps,
-        implementation=setup.kernels["sinkhorn"],
-    )
-    return Mixes(pre, post, comb)
-
-
-@shared()
-def collapse(
-    streams: Float[Array, "rows n d"], pre: Float[Array, "rows n"]
-) -> Float[Array, "rows d"]:
-    """sum_n pre_n X_n, in the streams' dtype."""
-    with jax.named_scope("mhc_collapse"):
-        return jnp.sum(pre[:, :, None] * streams.astype(jnp.float32), axis=1).astype(streams.dtype)
-
-
-@shared()
-def write_back(
-    out: Float[Array, "rows d"], streams: Float[Array, "rows n d"], mix: Mixes
-) -> Float[Array, "rows n d"]:
-    """The streams after a sublayer whose output is `out`, rounded to the streams' dtype."""
-    with jax.named_scope("mhc_write_back"):
-        wide = streams.astype(jnp.float32)
-        kept = jnp.sum(mix.comb[:, :, :, None] * wide[:, :, None, :], axis=1)
-        new = mix.post[:, :, None] * out.astype(jnp.float32)[:, None, :]
-        return (new + kept).astype(streams.dtype)
+@shared("setup")
+def update(
+    setup: Setup, out: Float[Array, "rows d"], streams: Float[Array, "rows n d"], mix: Mixes
+) -> Hidden:
+    """The state after a sublayer whose output is `out`; the next one collapses it with mix.pre."""
+    with jax.named_scope("mhc_update"):
+        streams, collapsed, mean_square = hyper_connections.update(
+            out,
+            streams,
+            mix.post,
+            mix.comb,
+            mix.pre,
+            implementation=setup.kernels["hyper_connections"],
+        )
+        return Hidden(streams, mix.pre, collapsed, mean_square)

@@ -39,10 +39,11 @@ from deepinfer_jax.model import (
 from deepinfer_jax.model import block as blocks
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
-from deepinfer_jax.model.block import BlockWeights, Hidden
+from deepinfer_jax.model.block import BlockWeights
 from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.capture import ROW_NAMES, Capture
 from deepinfer_jax.model.head import embedded, head_logits
+from deepinfer_jax.model.hyper import Hidden
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
@@ -246,10 +247,7 @@ def trunk(
     rectangle). routes: experts that replace a router's choice, -1 where it decides (moe.py).
     """
     cfg = setup.cfg
-    hidden = Hidden(
-        hyper.expand(embedded(setup, weights.embed, rows.token), cfg),
-        hyper.first_pre(rows.size, cfg),
-    )
+    hidden = hyper.first(embedded(setup, weights.embed, rows.token), cfg)
     table_rows: dict[int, Int32[Array, "rows columns"]] = {}
     if cfg.engram_layer_ids:
         table_rows, cache = engram_hash.table_rows(cfg, weights.token_map, rows, cache)
@@ -271,7 +269,7 @@ def trunk(
             if plan.engram:
                 capture.add("engram_rows", plan.index, table_rows[plan.index])
                 streams = engram.engram(setup, layer.engram, table_rows[plan.index], hidden.streams)
-                hidden = dataclasses.replace(hidden, streams=streams)
+                hidden = hyper.hidden(streams, hidden.pre)
                 capture.add("after_engram", plan.index, streams)
             if plan.tap:
                 taps.append(
@@ -298,7 +296,7 @@ def collapse(
     setup: Setup, weights: Weights, hidden: Hidden, capture: Capture
 ) -> Float[Array, "rows d"]:
     """The head's input before its norm: streams collapsed with the last sublayer's pre."""
-    x = hyper.collapse(hidden.streams, hidden.pre)
+    x = hidden.collapsed
     capture.add("collapsed", setup.cfg.num_hidden_layers, x)
     if capture.wants("normed"):
         normed = rms_norm(x, weights.norm, setup.cfg.rms_norm_eps)
@@ -351,6 +349,5 @@ def _produce_only(
 ) -> Cache:
     """The border layer's compressed entries and index keys for every row, and nothing else of
     it."""
-    x = hyper.collapse(hidden.streams, hidden.pre)
-    x = rms_norm(x, layer.attn_norm, setup.cfg.rms_norm_eps)
+    x = rms_norm(hidden.collapsed, layer.attn_norm, setup.cfg.rms_norm_eps)
     return attention.produce(setup, plan, layer.attn, rows, cache, x, capture)

@@ -11,8 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from deepinfer_jax.model import engram, transformer
-from deepinfer_jax.model.block import Hidden
+from deepinfer_jax.model import engram, hyper, transformer
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import jit
 from tests.golden.values import TINY
@@ -30,11 +29,11 @@ def layer_by_layer(setup, weights, tokens, streams, pre, table_rows):
     rows, cache = transformer.whole_sequences(setup, tokens, lengths, ring=0)
     selection, after = None, []
     for plan, layer in zip(setup.cfg.plan, weights.layers, strict=True):
-        hidden = Hidden(streams[plan.index], pre[plan.index])
+        hidden = hyper.hidden(streams[plan.index], pre[plan.index])
         if plan.engram:
             added = engram.engram(setup, layer.engram, table_rows[plan.index], hidden.streams)
             recorder.add("after_engram", plan.index, added)
-            hidden = hidden.replace(streams=added)
+            hidden = hyper.hidden(added, hidden.pre)
         hidden, (cache, selection) = transformer._layer(
             setup, plan, layer, hidden, rows, cache, selection, recorder, produced=False
         )

@@ -14,7 +14,7 @@ from deepinfer_jax import shipped
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model import cache, engram_hash, hyper, quant, rope
 from deepinfer_jax.model.setup import Setup
-from pallas_kernels import formats
+from pallas_kernels import formats, hyper_connections
 from tests.golden import values
 from tests.oracle import engram as plain_engram
 from tests.oracle import formats as plain_formats
@@ -161,11 +161,17 @@ def mixes_of(released):
 def test_sinkhorn(released):
     """An asymmetric matrix: transposing comb, or ending on rows, is seen."""
     m, scale, base = mixes_of(released)
-    mix = hyper.split(
-        Setup(released),
-        jnp.asarray(m, jnp.float32)[None],
-        jnp.asarray(scale, jnp.float32),
-        jnp.asarray(base, jnp.float32),
+    mix = hyper.Mixes(
+        *hyper_connections.mixes(
+            jnp.asarray(m, jnp.float32)[None, None],
+            jnp.ones((1,), jnp.float32),
+            jnp.asarray(scale, jnp.float32),
+            jnp.asarray(base, jnp.float32),
+            n=released.hc_mult,
+            eps=released.rms_norm_eps,
+            hc_eps=released.hc_eps,
+            iterations=released.hc_sinkhorn_iters,
+        )
     )
     want = (
         [0.1169724, 0.2227011, 0.3825905, 0.5726965],
@@ -183,13 +189,17 @@ def test_sinkhorn(released):
     assert not np.allclose(mix.comb[0], mix.comb[0].T, atol=0.1)
 
 
-def test_write_back_sums_over_the_source_streams():
+def test_update_sums_over_the_source_streams(released):
     comb = np.zeros((1, 3, 3), np.float32)
     comb[0, 0, 2] = 1  # source 0 goes to destination 2
     streams = np.arange(6, dtype=np.float32).reshape(1, 3, 2) + 1
-    mix = hyper.Mixes(jnp.zeros((1, 3)), jnp.float32([[10, 0, 0]]), jnp.asarray(comb))
-    got = hyper.write_back(jnp.ones((1, 2), jnp.float32), jnp.asarray(streams), mix)
-    np.testing.assert_array_equal(got[0], [[10, 10], [0, 0], [1, 2]])
+    mix = hyper.Mixes(jnp.float32([[1, 0, 2]]), jnp.float32([[10, 0, 0]]), jnp.asarray(comb))
+    out = jnp.ones((1, 2), jnp.float32)
+    got = hyper.update(Setup(released), out, jnp.asarray(streams), mix)
+    np.testing.assert_array_equal(got.streams[0], [[10, 10], [0, 0], [1, 2]])
+    np.testing.assert_array_equal(got.pre, mix.pre)
+    np.testing.assert_array_equal(got.collapsed, [[12, 14]])  # of the new streams
+    np.testing.assert_allclose(got.mean_square, [205 / 6], rtol=1e-6)
 
 
 def test_index_format():

@@ -125,7 +125,9 @@ class Machine:
                 raw[mask, :width] = bytes_[lanes[mask]]
                 self.put(name, raw.view(np.uint32)[:, 0], registers, mask)
             else:
-                word = self.value(name, registers).astype(np.uint32)[:, None].view(np.uint8)
+                word = self.value(name, registers)
+                word = word if word.dtype == np.float32 else word.astype(np.uint32)
+                word = word[:, None].view(np.uint8)
                 for thread in np.flatnonzero(mask):
                     bytes_[lanes[thread]] = word[thread, :width]
 

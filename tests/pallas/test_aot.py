@@ -70,6 +70,16 @@ def test_rows_are_quantised_sixteen_bytes_at_a_time(compiled):
     assert per_thread == {(4, 4)}
 
 
+def test_streams_are_updated_sixteen_bytes_at_a_time(compiled):
+    """Loads: the output and four streams of the first chunk and of the next ones, 24 mixes. Stores:
+    four streams and what they collapse to, of the last chunk and of those before, the mean
+    square."""
+    lines = [x for x in compiled if x["case"].startswith("update_") and "kernels" in x]
+    found = [(k["opcodes"]["LDG"], k["opcodes"]["STG"]) for x in lines for k in x["kernels"]]
+    assert found
+    assert all(loads <= 2 * 5 + 6 and stores == 2 * 5 + 1 for loads, stores in found)
+
+
 def test_declined_cases_say_why(compiled):
     for line in compiled:
         assert ("kernels" in line) != bool(line.get("declined"))

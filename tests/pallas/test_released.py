@@ -120,12 +120,24 @@ def test_mla_attention(op, case):
     assert error <= RELATIVE, error
 
 
-@pytest.mark.parametrize(("op", "case"), released("sinkhorn"))
-def test_sinkhorn(op, case):
-    (logits,) = args = fresh(case)
+@pytest.mark.parametrize(("op", "case"), released("hyper_connections"))
+def test_hyper_connections(op, case):
+    """The mixes in float32; of an update the streams, what is collapsed and the mean square."""
+    args = fresh(case)
+    if case.function == "mixes":
+        parts, mean_square, *weights = args
+        args = (parts, jnp.abs(mean_square) + 0.1, *weights)
     got = twice(compiled(op, case), args)
-    np.testing.assert_allclose(got, reference(op, case, logits), rtol=case.tolerance, atol=1e-7)
-    np.testing.assert_array_equal(compiled(op, case)(logits[-3:]), got[-3:])
+    want = reference(op, case, *args)
+    for result, expected in zip(got, want, strict=True):
+        error = relative(result, expected)
+        assert error <= min(RELATIVE, case.tolerance), error
+    if case.function == "mixes":
+        args, few = (parts[:, -3:], args[1][-3:], *weights), got
+    else:
+        args, few = tuple(x[-3:] for x in args), got
+    for result, whole in zip(compiled(op, case)(*args), few, strict=True):
+        np.testing.assert_array_equal(result, whole[-3:])
 
 
 @pytest.mark.parametrize(("op", "case"), released("quantise"))
