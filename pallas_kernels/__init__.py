@@ -30,6 +30,7 @@ NAMES = {
     "hyper_connections": ("hopper", "reference"),
     "quantise": ("hopper", "reference"),
     "grouping": ("hopper", "reference"),
+    "router": ("hopper", "reference"),
 }
 """Operation -> names of its implementations, as its IMPLEMENTATIONS has them: a wrong name is told
 before a kernel, or a weight, is loaded."""

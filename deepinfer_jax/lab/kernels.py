@@ -11,7 +11,7 @@ its products and the bytes it has to read.
                     candidate pool a row scores no more than the pool has, and a sequence reads no
                     more than the pools of its rows
     row_matmul      2 r K N FLOP;                reads the weight once
-    hyper_connections, quantise, grouping    as their references: no products
+    hyper_connections, quantise, grouping, router    as their references: no products
 
 Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
 """
@@ -27,9 +27,15 @@ import numpy as np
 from pallas_kernels.grouping import reference as grouping
 from pallas_kernels.hyper_connections import reference as hyper_connections
 from pallas_kernels.quantise import reference as quantise
+from pallas_kernels.router import reference as router
 
 NAME = "priced_kernel_"
-REFERENCES = {"hyper_connections": hyper_connections, "quantise": quantise, "grouping": grouping}
+REFERENCES = {
+    "hyper_connections": hyper_connections,
+    "quantise": quantise,
+    "grouping": grouping,
+    "router": router,
+}
 
 
 @dataclasses.dataclass(frozen=True)

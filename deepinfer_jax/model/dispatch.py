@@ -172,10 +172,12 @@ def _grouped(
     """Each row of x through the experts of its `per_row` pairs, zero where not ``mine``: sort, run,
     unsort."""
     key = jnp.where(mine, expert, experts)
-    order, place, sizes = grouping.group(key, experts=experts, implementation=implementation)
+    order, row, place, sizes = grouping.group(
+        key, experts=experts, per_row=per_row, implementation=implementation
+    )
 
     def take(leaf: Array, index: Array) -> Array:
         return leaf.at[index].get(mode="promise_in_bounds")
 
-    y = mlp(x, order // per_row, sizes, take(weight, order))
+    y = mlp(x, row, sizes, take(weight, order))
     return take(y, place)

@@ -10,6 +10,9 @@ added.
 Rows are sorted by expert and multiplied group by group with the weights as stored.
 """
 
+import functools
+import operator
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.linear import linear, linear_total
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
-from pallas_kernels import formats, grouped_gemm, row_matmul
+from pallas_kernels import formats, grouped_gemm, router, row_matmul
 
 SUM_EPS = 1e-20  # of the routing weights; a constant of its own, not the norm's epsilon
 
@@ -115,13 +118,16 @@ def route(
             implementation=setup.kernels["row_matmul"],
         )
         score = jnp.sqrt(jax.nn.softplus(logits))
-        _, best = jax.lax.top_k(score + weights.bias[None, :], experts_per_token)
-        best = best.astype(jnp.int32)
-        if routes is not None:
-            best = jnp.where(routes[:, :1] < 0, best, routes)
-        chosen = jnp.sort(best, axis=-1)
-        taken = jnp.take_along_axis(score, chosen, axis=-1)
-        total = jnp.sum(taken, axis=-1, keepdims=True) + jnp.float32(SUM_EPS)
+        chosen, taken = router.choose(
+            score,
+            weights.bias,
+            routes,
+            k=experts_per_token,
+            implementation=setup.kernels["router"],
+        )
+        # Column by column, so that a GPU adds and divides where the weights are used.
+        columns = [taken[:, slot : slot + 1] for slot in range(experts_per_token)]
+        total = functools.reduce(operator.add, columns) + jnp.float32(SUM_EPS)
         return chosen, taken / total * jnp.float32(setup.cfg.routed_scaling_factor)
 
 

@@ -1,7 +1,7 @@
 """Rows in order of their expert, and the tiles a grouped product cuts them into.
 
     group:      place[i] = pairs of lower experts + pairs of the same expert before i
-                order[place[i]] = i
+                order[place[i]] = i,  row = order // per_row
     row_tiles:  every group of rows cut into tiles of up to `height` rows, one after the other
 
 All integers, so every implementation gives the same. XLA makes some fourteen small kernels of it (a
@@ -23,21 +23,23 @@ IMPLEMENTATIONS = (
 
 
 def group(
-    expert: Int32[Array, " n"], *, experts: int, implementation: str = "auto"
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
-    """(order, place, sizes) of pairs by their expert, stable: a counting sort.
+    expert: Int32[Array, " n"], *, experts: int, per_row: int = 1, implementation: str = "auto"
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
+    """(order, row, place, sizes) of pairs by their expert, stable: a counting sort.
 
     Args:
         expert: 0..experts; pairs of `experts` belong to none and come last.
+        per_row: pairs of a row, one after the other.
 
     Returns:
-        order: the pair at each place; place: the place of each pair; sizes: pairs of each expert.
+        order: the pair at each place; row: that pair's row; place: the place of each pair; sizes:
+        pairs of each expert.
 
     Raises:
         NotImplementedError: the named implementation declines this case.
         ValueError: more pairs and experts than 32 bits number.
     """
-    options = dict(experts=experts)
+    options = dict(experts=experts, per_row=per_row)
     return call("grouping", "group", IMPLEMENTATIONS, implementation, (expert,), options)
 
 

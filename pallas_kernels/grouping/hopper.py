@@ -25,16 +25,16 @@ GROUPS = 1024
 
 
 def group(
-    expert: Int32[Array, " n"], *, experts: int
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
+    expert: Int32[Array, " n"], *, experts: int, per_row: int = 1
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
     """See pallas_kernels.grouping.group."""
     pairs = expert.shape[0]
     if not 0 < pairs <= PAIRS:
         raise NotImplementedError(f"{pairs} pairs, the kernel takes 1 to {PAIRS}")
     if experts + 2 > GROUPS:
         raise NotImplementedError(f"{experts} experts, the kernel takes {GROUPS - 2}")
-    order, place, sizes = _group_program(pairs, experts)(expert)
-    return order, place, sizes
+    order, row, place, sizes = _group_program(pairs, experts, per_row)(expert)
+    return order, row, place, sizes
 
 
 def row_tiles(
@@ -54,17 +54,18 @@ def whole(count: int) -> int:
 
 
 @functools.lru_cache(maxsize=64)
-def _group_program(pairs: int, experts: int):
+def _group_program(pairs: int, experts: int, per_row: int):
     held = whole(experts + 2)
 
-    def body(expert, order, place, sizes, keys, counts, scratch):
-        threads.group(expert, order, place, sizes, keys, counts, scratch, pairs, experts, held)
+    def body(*refs):
+        threads.group(*refs, pairs=pairs, experts=experts, per_row=per_row, held=held)
 
     return plgpu.kernel(
         body,
-        out_type=[jax.ShapeDtypeStruct((n,), jnp.int32) for n in (pairs, pairs, experts)],
+        out_type=[jax.ShapeDtypeStruct((n,), jnp.int32) for n in (pairs, pairs, pairs, experts)],
         grid=(1,),
         grid_names=("block",),
+        kernel_name=f"group_{pairs}",
         scratch_types=[
             plgpu.SMEM((whole(pairs),), jnp.int32),
             plgpu.SMEM((4 * held,), jnp.int32),
@@ -78,15 +79,16 @@ def _group_program(pairs: int, experts: int):
 def _table_program(experts: int, rows: int, height: int, lines: int):
     held = whole(experts + 1)
 
-    def body(sizes, table, first_row, first_tile, scratch):
-        refs = (sizes, table, first_row, first_tile, scratch)
-        threads.row_tiles(*refs, experts, rows, height, lines, held)
+    def body(*refs):
+        size = dict(experts=experts, rows=rows, height=height)
+        threads.row_tiles(*refs, **size, lines=lines, held=held)
 
     return plgpu.kernel(
         body,
         out_type=jax.ShapeDtypeStruct((3 * lines,), jnp.int32),
         grid=(1,),
         grid_names=("block",),
+        kernel_name=f"row_tiles_{height}",
         scratch_types=[
             plgpu.SMEM((held,), jnp.int32),
             plgpu.SMEM((held,), jnp.int32),

@@ -7,8 +7,8 @@ from pallas_kernels import grouping
 
 
 def group(
-    expert: Int32[Array, " n"], *, experts: int
-) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
+    expert: Int32[Array, " n"], *, experts: int, per_row: int = 1
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " n"], Int32[Array, " experts"]]:
     """See pallas_kernels.grouping.group: sorts words of expert over pair number, no payload."""
     n = expert.size
     bits = max(n - 1, 0).bit_length()
@@ -19,7 +19,7 @@ def group(
     order = (jnp.sort(key) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
-    return order, place, sizes
+    return order, order // per_row, place, sizes
 
 
 def row_tiles(

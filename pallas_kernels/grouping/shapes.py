@@ -21,6 +21,7 @@ def group(
     pairs: int,
     experts: int = EXPERTS,
     spread: str = "random",
+    per_row: int = 6,
     tags: tuple[str, ...] = ("test",),
 ) -> Case:
     """A case of `group`."""
@@ -28,7 +29,8 @@ def group(
     def build(rng: np.random.Generator) -> tuple:
         return tuple(x.astype(np.int32) for x in _pairs(rng, pairs, experts, spread))
 
-    return _case(name, "group", build, pairs, {"experts": experts}, 16 * pairs, tags)
+    options = {"experts": experts, "per_row": per_row}
+    return _case(name, "group", build, pairs, options, 16 * pairs, tags)
 
 
 def table(
@@ -70,7 +72,7 @@ CASES: tuple[Case, ...] = (
     *(group(f"group_{spread}", 300, 17, spread) for spread in SPREADS),
     *(group(f"group_released_{spread}", 1000, spread=spread) for spread in SPREADS),
     group("group_one_pair", 1, 6),
-    group("group_one_expert", 129, 1, "short"),
+    group("group_one_expert", 129, 1, "short", 1),
     group("group_many_experts", 640, 900),
     *(table(f"tiles_{s}_{h}", 100, h, 7, s) for s in SPREADS for h in (8, 16, 128)),
     *(table(f"tiles_released_{spread}", 2304, 24, spread=spread) for spread in SPREADS),

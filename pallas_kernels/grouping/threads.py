@@ -38,6 +38,10 @@ def _store_global(base, index, value, predicate=None):
     do("st.global.b32 [$0], $1;", t.wide(index, 4, base), value, predicate=predicate)
 
 
+def _divided(word, number: int):
+    return ptx(f"div.u32 $0, $1, {number};", word)
+
+
 def _running(values):
     """(sum before each value, sum of all)."""
     total, before = c(0), []
@@ -47,19 +51,23 @@ def _running(values):
     return before, total
 
 
-def group(expert, order, place, sizes, keys, counts, scratch, pairs, experts, held):
-    """Fills order [pairs], place [pairs] and sizes [experts].
+def group(
+    expert, order, row, place, sizes, keys, counts, scratch,
+    *, pairs: int, experts: int, per_row: int, held: int,
+):  # fmt: skip
+    """Fills order, row and place [pairs] and sizes [experts].
 
     keys [pairs, to 128], counts [4 held] and scratch [64] are shared; held is a multiple of 128
     above experts + 1: the last groups are of pairs without an expert, and of no pair.
     """
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 7)
-    def run(ctx, expert, order, place, sizes, keys, counts, scratch):
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 8)
+    def run(ctx, expert, order, row, place, sizes, keys, counts, scratch):
         del ctx
         threads = Threads(t.address(scratch))
         source, keys, counts = t.address(expert), t.address(keys), t.address(counts)
-        order, place, sizes = t.address(order), t.address(place), t.address(sizes)
+        order, row = t.address(order), t.address(row)
+        place, sizes = t.address(place), t.address(sizes)
         steps = -(-pairs // threads.count)
         first = arith.addi(arith.muli(threads.warp, c(32 * steps)), threads.lane)
         mine = _word(counts, arith.muli(threads.warp, c(held)))
@@ -108,11 +116,12 @@ def group(expert, order, place, sizes, keys, counts, scratch, pairs, experts, he
                 where = arith.addi(start, rank)
                 _store_global(place, pair, where, inside)
                 _store_global(order, where, pair, inside)
+                _store_global(row, where, _divided(pair, per_row), inside)
             return carry
 
         t.repeat(-(-steps // WALKED), [], put)
 
-    run(expert, order, place, sizes, keys, counts, scratch)
+    run(expert, order, row, place, sizes, keys, counts, scratch)
 
 
 def _places(threads, counts, sizes, experts: int, held: int):
@@ -134,7 +143,10 @@ def _places(threads, counts, sizes, experts: int, held: int):
             _store(word, arith.addi(arith.addi(base, start), before))
 
 
-def row_tiles(sizes, table, first_row, first_tile, scratch, experts, rows, height, lines, held):
+def row_tiles(
+    sizes, table, first_row, first_tile, scratch,
+    *, experts: int, rows: int, height: int, lines: int, held: int,
+):  # fmt: skip
     """Fills table [3 lines]; first_row and first_tile [held] and scratch [64] are shared, held a
     multiple of 128 above the experts."""
 
@@ -150,7 +162,7 @@ def row_tiles(sizes, table, first_row, first_tile, scratch, experts, rows, heigh
         size = [_load_global(source, n, less(n, c(experts)), 0) for n in numbers]
 
         def tiles_of(count):
-            return ptx(f"div.u32 $0, $1, {height};", arith.addi(count, c(height - 1)))
+            return _divided(arith.addi(count, c(height - 1)), height)
 
         row, row_total = _running(size)
         tile, tile_total = _running([tiles_of(count) for count in size])

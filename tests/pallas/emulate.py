@@ -194,9 +194,10 @@ def compute(op: str, v: list):
         return join(do(a, x), do(b, y))
     if op.startswith("setp"):
         return compare(op, *v)
-    if op == "redux.sync.add.s32":
-        sums = signed[0].reshape(-1, 32).sum(-1, keepdims=True, dtype=np.int32)
-        return np.broadcast_to(sums, (THREADS // 32, 32)).reshape(-1).view(np.uint32)
+    if op.startswith("redux.sync."):
+        do = {"add": np.add, "max": np.maximum, "min": np.minimum}[op.split(".")[2]]
+        found = do.reduce(signed[0].reshape(-1, 32), axis=-1, keepdims=True, dtype=np.int32)
+        return np.broadcast_to(found, (THREADS // 32, 32)).reshape(-1).view(np.uint32)
     if op == "match.any.sync.b32":
         warps = v[0].reshape(-1, 32)
         same = warps[:, :, None] == warps[:, None, :]

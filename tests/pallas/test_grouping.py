@@ -17,11 +17,11 @@ from tests.pallas import emulate
 NAMES = [i.name for i in grouping.IMPLEMENTATIONS if not i.misfit(target(), i.name)]
 
 
-def grouped(expert, *, experts):
+def grouped(expert, *, experts, per_row):
     order = np.argsort(expert, kind="stable")
     place = np.empty_like(order)
     place[order] = np.arange(len(order))
-    return order, place, np.bincount(expert, minlength=experts + 1)[:experts]
+    return order, order // per_row, place, np.bincount(expert, minlength=experts + 1)[:experts]
 
 
 def tiled(sizes, *, rows, height):
@@ -70,17 +70,17 @@ def test_threads_emulated(case, monkeypatch):
     scratch = memory.place(empty(64))
     with emulate.emulated(monkeypatch, memory, ptx, threads, pick):
         if case.function == "group":
-            experts = case.keywords()["experts"]
-            held = hopper.whole(experts + 2)
+            held = hopper.whole(case.keywords()["experts"] + 2)
             shared = memory.place(empty(hopper.whole(numbers.size))), memory.place(empty(4 * held))
-            threads.group(source, *outs, *shared, scratch, numbers.size, experts, held)
+            size = dict(pairs=numbers.size, held=held)
+            function = threads.group
         else:
             held = hopper.whole(numbers.size + 1)
             shared = memory.place(empty(held)), memory.place(empty(held))
-            options = case.keywords()
-            lines = grouping.lines(numbers.size, **options)
-            size = (numbers.size, options["rows"], options["height"], lines, held)
-            threads.row_tiles(source, *outs, *shared, scratch, *size)
+            lines = grouping.lines(numbers.size, **case.keywords())
+            size = dict(experts=numbers.size, lines=lines, held=held)
+            function = threads.row_tiles
+        function(source, *outs, *shared, scratch, **size, **case.keywords())
     got = tuple(memory.read(out) for out in outs)
     same(got, want if case.function == "group" else (want,))
 

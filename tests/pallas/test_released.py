@@ -166,6 +166,12 @@ def test_grouping(op, case):
     jax.tree.map(np.testing.assert_array_equal, got, reference(op, case, *args))
 
 
+@pytest.mark.parametrize(("op", "case"), released("router"))
+def test_router(op, case):
+    args = fresh(case)
+    jax.tree.map(check_bits, twice(compiled(op, case), args), reference(op, case, *args))
+
+
 @pytest.mark.parametrize(("op", "case"), released("index_topk"))
 def test_index_topk(op, case):
     q, weights, (values, scales, entries), visible, *pools = args = fresh(case)
