@@ -1,5 +1,6 @@
 """Grouping as a sort, a histogram and a scatter; the tiles as sums over comparisons."""
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
@@ -16,7 +17,9 @@ def group(
         raise ValueError(f"{n} pairs of {experts} experts; expected as many as 32 bits number")
     number = jnp.arange(n, dtype=jnp.int32)
     key = (expert.astype(jnp.uint32) << bits) | number.astype(jnp.uint32)
-    order = (jnp.sort(key) & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
+    # No two words are equal; XLA would make a stable sort of one by adding the payload.
+    ordered = jax.lax.sort(key, is_stable=False)
+    order = (ordered & jnp.uint32((1 << bits) - 1)).astype(jnp.int32)
     place = jnp.zeros_like(order).at[order].set(number, unique_indices=True)
     sizes = jnp.bincount(expert, length=experts + 1)[:experts].astype(jnp.int32)
     return order, order // per_row, place, sizes
