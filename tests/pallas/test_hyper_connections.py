@@ -30,24 +30,17 @@ def mixes64(parts, mean_square, scale, base, *, n, eps, hc_eps, iterations):
     return [np.stack(x) for x in zip(*(hyper.split(r, scale, base, cfg) for r in m), strict=True)]
 
 
-def update64(out, streams, post, comb, pre):
-    """The new streams before they are rounded, then what follows from those that `streams`'s dtype
-    holds."""
-    dtype = streams.dtype
-    out, streams, post, comb, pre = (
-        np.asarray(x, np.float64) for x in (out, streams, post, comb, pre)
+def check_update(got, out, streams, post, comb, pre):
+    """The new streams within their rounding; what follows from them, from those that came."""
+    step = 2.0**-8 if got[0].dtype == jnp.bfloat16 else 2.0**-23
+    out, streams, post, comb, pre, new, collapsed, mean_square = (
+        np.asarray(x, np.float64) for x in (out, streams, post, comb, pre, *got)
     )
-    new = post[:, :, None] * out[:, None] + np.einsum("rij,rid->rjd", comb, streams)
-    held = new.astype(dtype).astype(np.float64)
-    return new, np.einsum("rj,rjd->rd", pre, held), np.square(held).mean((1, 2))
-
-
-def check_update(got, want, dtype):
-    step = np.finfo(np.float32).eps if dtype == np.float32 else 2.0**-8
-    for result, expected in zip(got, want, strict=True):
-        size = np.abs(expected).max()
-        result = np.asarray(result, np.float64)
-        np.testing.assert_allclose(result, expected, rtol=step, atol=8e-7 * size + 1e-30)
+    want = post[:, :, None] * out[:, None] + np.einsum("rij,rid->rjd", comb, streams)
+    np.testing.assert_allclose(new, want, rtol=step, atol=8e-7 * np.abs(want).max())
+    want = np.einsum("rj,rjd->rd", pre, new)
+    np.testing.assert_allclose(collapsed, want, rtol=step, atol=8e-7 * np.abs(want).max())
+    np.testing.assert_allclose(mean_square, np.square(new).mean((1, 2)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -58,10 +51,10 @@ def test_against_float64(case, implementation):
     call = functools.partial(function, implementation=implementation, **case.keywords())
     got = jax.jit(call)(*map(jnp.asarray, args))
     if case.function == "update":
-        check_update(got, update64(*args), args[1].dtype)
+        check_update(got, *args)
         return
     for result, expected in zip(got, mixes64(*args, **case.keywords()), strict=True):
-        np.testing.assert_allclose(result, expected, atol=2e-6)
+        np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 UPDATES = [case for case in tagged(shapes.CASES, "test") if case.function == "update"]
@@ -72,7 +65,7 @@ def test_update_in_interpret_mode(case):
     args = case.build(np.random.default_rng(1))
     with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
         got = hopper.update(*map(jnp.asarray, args))
-    check_update(got, update64(*args), args[1].dtype)
+    check_update(got, *args)
 
 
 def whole_rows(parts, mean_square, sums, block, held):
@@ -102,7 +95,7 @@ def test_mixes_in_interpret_mode(iterations, rows, monkeypatch):
         got = hopper.mixes(*map(jnp.asarray, args), **case.keywords())
     hopper._mixes_program.cache_clear()
     for result, expected in zip(got, mixes64(*args, **case.keywords()), strict=True):
-        np.testing.assert_allclose(result, expected, atol=2e-6)
+        np.testing.assert_allclose(result, expected, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -159,5 +152,5 @@ def test_parts_are_added_in_order(implementation):
         call = functools.partial(hyper_connections.mixes, implementation=implementation)
         return float(call(parts, *args, **case.keywords())[0][0, 0])
 
-    np.testing.assert_allclose(first(1e8, -1e8, 1), 1 / (1 + np.exp(-1)), atol=2e-6)
-    np.testing.assert_allclose(first(1, -1e8, 1e8), 0.5, atol=2e-6)
+    np.testing.assert_allclose(first(1e8, -1e8, 1), 1 / (1 + np.exp(-1)), atol=1e-6)
+    np.testing.assert_allclose(first(1, -1e8, 1e8), 0.5, atol=1e-6)
