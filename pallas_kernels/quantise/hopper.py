@@ -10,6 +10,7 @@ values are neighbours, so it can store them in that order, again 16 bytes at a t
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def one_block(block, x, out, *source, lines: int, per_row: int, fp4: bool) -> No
     run(block, x, out, *source)
 
 
-def _fp4_order(groups: list[list]) -> list[list]:
+def _fp4_order(groups: list[Any]) -> list[list[Any]]:
     """Words of a thread's channels as 8 c + 2 group + h: channel 4 h + c of its piece of a group,
     hence the same half of two of its words."""
     select = ("0x5410", "0x7632")
