@@ -106,7 +106,7 @@ def in_tiles(
 
     rows = q.shape[0]
     operands = (q, window_index, selected_index)
-    if rows <= tile_rows and unroll is True:
+    if 0 < rows <= tile_rows and unroll is True:
         return chunk(operands)
     tiles = -(-rows // tile_rows)
     pad = tiles * tile_rows - rows

@@ -225,6 +225,12 @@ def test_without_loops_on_every_small_shape(case, turns, monkeypatch):
     assert np.linalg.norm(got - want) <= case.tolerance * np.linalg.norm(want)
 
 
+def test_without_loops_takes_no_rows():
+    q, window, window_index, selected, selected_index, sink = draw(12)
+    args = (q[:0], window, window_index[:0], selected, selected_index[:0], sink)
+    assert xla.attend(*args, scale=SCALE).shape == (0, 4, 32)
+
+
 def test_without_loops_declines_what_it_cannot_promise(monkeypatch):
     args = draw(12)
     with pytest.raises(NotImplementedError, match="how many rows"):
