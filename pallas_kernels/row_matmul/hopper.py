@@ -126,7 +126,7 @@ def matmul_groups(
     splits, shape = cut or plans.best(kind, rows, channels, k, 1 if invariant else None, groups)
     kept = out_dtype if splits == 1 else jnp.float32
     product = Product(kind, groups * rows, k, channels, splits=splits, out_dtype=kept)
-    tiles.check(product, shape, single=False)
+    tiles.check(product, shape, single=groups == 1)
     sorted_rows = x.transpose(1, 0, 2).reshape(groups * rows, k)
     out = hopper.multiply(sorted_rows, w, flat, None, None, product, shape, groups=groups)
     out = _in_order(out.reshape(splits, groups, rows, channels)).astype(out_dtype)

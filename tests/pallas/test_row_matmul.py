@@ -168,6 +168,17 @@ def test_every_cut_can_run(n, k, kind, matrices):
         assert least <= plans.microseconds(kind, rows, n, k, fixed, other, matrices)
 
 
+def test_a_single_group_may_end_within_a_tile():
+    """As a plain product may: its best cut is then taken, not declined."""
+    _, plan = plans.best("fp8", 64, 1280, 4096)
+    assert 1280 % plan.height
+    x = jax.ShapeDtypeStruct((64, 1, 4096), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((1280, 4096), jnp.float8_e4m3fn)
+    scales = jax.ShapeDtypeStruct((40, 128), jnp.uint8)
+    call = functools.partial(hopper.matmul_groups, out_dtype=jnp.bfloat16)
+    assert jax.eval_shape(call, x, w, scales).shape == (64, 1, 1280)
+
+
 @pytest.mark.parametrize(("n", "k", "kind", "matrices"), PRODUCTS)
 def test_few_rows_reach_most_multiprocessors(n, k, kind, matrices):
     for rows in (1, 16):
