@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import grouping, target
+from pallas_kernels import Target, grouping, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.grouping import hopper, shapes, threads
 from pallas_kernels.index_topk import pick
@@ -99,6 +99,13 @@ def test_what_shared_memory_does_not_hold_is_declined():
         hopper.group(jnp.zeros((9,), jnp.int32), experts=1023)
     with pytest.raises(NotImplementedError, match="0 rows, 4 groups"):
         hopper.row_tiles(jnp.zeros((4,), jnp.int32), rows=0, height=8)
+
+
+def test_a_chip_with_less_shared_memory_takes_fewer_pairs(monkeypatch):
+    monkeypatch.setattr(hopper, "target", lambda: Target("gpu", (12, 0)))
+    with pytest.raises(NotImplementedError, match="16385 pairs, the kernel takes 1 to 16384"):
+        hopper.group(jnp.zeros((16385,), jnp.int32), experts=4)
+    assert 4 * (16384 + 4 * hopper.whole(hopper.GROUPS) + 64) < 99 * 1024
 
 
 def test_more_pairs_than_a_key_numbers_are_refused():
