@@ -7,7 +7,6 @@ Routes are given, so that no near tie sends a row to another expert.
 
 import dataclasses
 
-import jax
 import numpy as np
 import pytest
 
@@ -22,9 +21,9 @@ pytestmark = pytest.mark.gpu
 
 EXPERTS = 12
 LAYERS = [2, 3, 20, 21]
-"""A gated compressor, a layer that reads it, the source of the decoder half and one that reads it."""
+"""A gated compressor, a layer that reads it, the decoder half's source and one that reads it."""
 RELATIVE = 1e-2
-"""Frobenius norm of the residual streams after four layers: bfloat16 rounding of their sublayers."""
+"""Frobenius norm of the residual streams after four layers: their sublayers round to bfloat16."""
 
 
 def streams(rows: Rows, kernels: Kernels, invariant: bool) -> np.ndarray:
