@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Int32
 
-from pallas_kernels import grouping, target
+from pallas_kernels import grouping, ptx, target
 from pallas_kernels.grouping import threads
 
 THREADS = 128
@@ -73,7 +73,7 @@ def _group_program(pairs: int, experts: int, per_row: int):
             plgpu.SMEM((4 * held,), jnp.int32),
             plgpu.SMEM((64,), jnp.int32),
         ],
-        compiler_params=_parameters(),
+        compiler_params=ptx.PARAMETERS,
     )
 
 
@@ -96,13 +96,5 @@ def _table_program(experts: int, rows: int, height: int, lines: int):
             plgpu.SMEM((held,), jnp.int32),
             plgpu.SMEM((64,), jnp.int32),
         ],
-        compiler_params=_parameters(),
-    )
-
-
-def _parameters() -> plgpu.CompilerParams:
-    return plgpu.CompilerParams(
-        unsafe_no_auto_barriers=True,
-        reduction_scratch_bytes=0,
-        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        compiler_params=ptx.PARAMETERS,
     )

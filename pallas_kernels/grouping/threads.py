@@ -5,9 +5,8 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.index_topk.pick import Threads
-from pallas_kernels.mla_attention import ptx as t
-from pallas_kernels.mla_attention.ptx import c, do, equal, less, ptx
+from pallas_kernels import ptx as t
+from pallas_kernels.ptx import Threads, c, do, equal, less, ptx
 
 plgpu: Any = mosaic_gpu  # its decorators are beyond the type checker
 
@@ -26,16 +25,6 @@ def _load(address):
 
 def _store(address, value, predicate=None):
     do("st.shared.b32 [$0], $1;", address, value, predicate=predicate)
-
-
-def _load_global(base, index, inside, otherwise: int):
-    """A word in device memory, `otherwise` where not inside."""
-    place = arith.select(inside, index, c(-1))
-    return t.load_if("b32", place, 4, base, otherwise=otherwise)
-
-
-def _store_global(base, index, value, predicate=None):
-    do("st.global.b32 [$0], $1;", t.wide(index, 4, base), value, predicate=predicate)
 
 
 def _divided(word, number: int):
@@ -85,7 +74,7 @@ def group(
 
         def count(turn, carry):
             found = pairs_of(turn, READ)
-            loaded = [_load_global(source, pair, inside, experts + 1) for pair, inside in found]
+            loaded = [t.load_where(inside, pair, source, experts + 1) for pair, inside in found]
             for (pair, inside), key in zip(found, loaded, strict=True):
                 _store(_word(keys, pair), key, inside)
                 do("red.shared.add.u32 [$0], $1;", _word(mine, key), c(1), predicate=inside)
@@ -114,9 +103,9 @@ def group(
                 _store(at, arith.addi(start, many), equal(rank, c(0)))
                 do("bar.warp.sync 0xffffffff;")
                 where = arith.addi(start, rank)
-                _store_global(place, pair, where, inside)
-                _store_global(order, where, pair, inside)
-                _store_global(row, where, _divided(pair, per_row), inside)
+                t.store_word(pair, place, where, inside)
+                t.store_word(where, order, pair, inside)
+                t.store_word(where, row, _divided(pair, per_row), inside)
             return carry
 
         t.repeat(-(-steps // WALKED), [], put)
@@ -135,7 +124,7 @@ def _places(threads, counts, sizes, experts: int, held: int):
         before, total = _running([_load(word) for word in words[-1]])
         totals.append(total)
         words[-1] = list(zip(words[-1], before, strict=True))
-        _store_global(sizes, number, total, less(number, c(experts)))
+        t.store_word(number, sizes, total, less(number, c(experts)))
     starts, total = _running(totals)
     base, _ = threads.scan(total, c(0))
     for start, each in zip(starts, words, strict=True):
@@ -159,7 +148,7 @@ def row_tiles(
         part = held // threads.count
         first = arith.muli(threads.index, c(part))
         numbers = [arith.addi(first, c(i)) for i in range(part)]
-        size = [_load_global(source, n, less(n, c(experts)), 0) for n in numbers]
+        size = [t.load_where(less(n, c(experts)), n, source) for n in numbers]
 
         def tiles_of(count):
             return _divided(arith.addi(count, c(height - 1)), height)
@@ -200,7 +189,7 @@ def row_tiles(
             for column, value in enumerate((matrix, start, left)):
                 value = arith.select(some, value, c(0))
                 value = arith.select(last, ends[column], value)
-                _store_global(table, arith.addi(line, c(column * lines)), value)
+                t.store_word(arith.addi(line, c(column * lines)), table, value)
 
         t.spread(c(0), c(lines), one)
 

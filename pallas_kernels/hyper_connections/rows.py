@@ -14,7 +14,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_attention import ptx as t
+from pallas_kernels import ptx as t
 
 plgpu: Any = mosaic_gpu  # its decorators are beyond the type checker
 THREADS = 128

@@ -19,8 +19,8 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 from jaxtyping import Array, Float
 
-from pallas_kernels.mla_attention import ptx as t
-from pallas_kernels.mla_attention.ptx import c, do, i32, i64, less, ptx
+from pallas_kernels import ptx as t
+from pallas_kernels.ptx import c, do, i32, i64, less, ptx
 
 SHIFT = 40
 TILE = 64

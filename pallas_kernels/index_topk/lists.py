@@ -9,10 +9,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith
 
+from pallas_kernels import ptx as t
 from pallas_kernels.index_topk.keys import TILE, row_length, swizzled
-from pallas_kernels.index_topk.pick import Threads, pick
-from pallas_kernels.mla_attention import ptx as t
-from pallas_kernels.mla_attention.ptx import c, do, i32, i64, less, ptx
+from pallas_kernels.index_topk.pick import pick
+from pallas_kernels.ptx import Threads, c, do, i32, i64, less, ptx
 
 EMPTY = 0xFF80FF80 - 2**32  # -inf, twice
 

@@ -7,10 +7,9 @@ equal to it are counted by a scan over the threads, and each thread writes its o
 scores therefore go to the lowest index and nothing is ever sorted. -inf is never picked.
 """
 
-from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_attention.ptx import c, do, equal, i32, less, ptx, repeat, thread
+from pallas_kernels.ptx import Threads, c, i32, less, ptx, repeat
 
 MINUS_INF, PLUS_INF = 0x007F, 0xFF80  # as ordered patterns: see _pattern
 ROUNDS = 16
@@ -37,58 +36,6 @@ def _count(words, threshold, compare: str):
     total += " shl.b32 x, $1, 16; and.b32 y, $1, 0xffff0000; mov.b32 a, x; mov.b32 b, y;"
     total += " add.f32 d, a, b; cvt.rzi.s32.f32 $0, d; }"
     return arith.addi(ptx(total, parts[0]), ptx(total, parts[1]))
-
-
-class Threads:
-    """A warpgroup and its scratch of 64 words at shared address `scratch`."""
-
-    count, warps = 128, 4
-
-    def __init__(self, scratch):
-        self.index = thread()
-        self.lane = arith.andi(self.index, c(31))
-        self.warp = arith.shrui(self.index, c(5))
-        self.scratch = scratch
-
-    def sync(self):
-        """Waits for all threads of the warpgroup."""
-        utils.warpgroup_barrier()
-
-    def _gather(self, value, bank):
-        """The value of each warp's last lane, for every thread."""
-        base = arith.addi(self.scratch, arith.muli(bank, c(128)))
-        mine = arith.addi(base, arith.muli(self.warp, c(4)))
-        last = equal(self.lane, c(31))
-        do("st.shared.b32 [$0], $1;", mine, value, predicate=last)
-        self.sync()
-        text = "ld.shared.b32 $0, [$1 + {}];"
-        return [ptx(text.format(4 * i), base, effects=True) for i in range(self.warps)]
-
-    def total(self, value, bank):
-        """Sum over the threads; `bank` alternates between 0 and 1 from call to call."""
-        value = ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", value, effects=True)
-        total = c(0)
-        for part in self._gather(value, bank):
-            total = arith.addi(total, part)
-        return total
-
-    def scan(self, value, bank):
-        """(sum over the threads before this one, sum over all)."""
-        own, total = value, c(0)
-        for distance in (1, 2, 4, 8, 16):
-            value = ptx(
-                "{ .reg .pred p; .reg .b32 t;"
-                f" shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff;"
-                " @!p mov.b32 t, 0; add.s32 $0, $1, t; }",
-                value,
-                effects=True,
-            )
-        before = arith.subi(value, own)
-        for i, part in enumerate(self._gather(value, bank)):
-            earlier = less(c(i), self.warp)
-            before = arith.addi(before, arith.select(earlier, part, c(0)))
-            total = arith.addi(total, part)
-        return before, total
 
 
 def threshold(threads: Threads, words, k: int):

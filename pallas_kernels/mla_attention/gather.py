@@ -20,7 +20,7 @@ quarter of e4m3. A unit is UNIT words a thread between its load and its store.
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_attention import ptx as t
+from pallas_kernels import ptx as t
 
 BLOCK = 64
 WIDTH = 512

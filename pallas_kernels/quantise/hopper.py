@@ -19,7 +19,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir.dialects import arith
 from jaxtyping import Array, Float, Int32
 
-from pallas_kernels.mla_attention import ptx as t
+from pallas_kernels import ptx as t
 
 LINE = 128
 LINES = 32

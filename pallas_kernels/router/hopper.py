@@ -8,6 +8,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float32, Int32
 
+from pallas_kernels import ptx
 from pallas_kernels.router import threads
 
 ROWS = 4
@@ -51,9 +52,5 @@ def _program(rows: int, experts: int, k: int, given: bool):
         grid=(-(-rows // ROWS),),
         grid_names=("block",),
         kernel_name=f"router_{k}_of_{experts}{'_given' if given else ''}",
-        compiler_params=plgpu.CompilerParams(
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-        ),
+        compiler_params=ptx.PARAMETERS,
     )

@@ -10,8 +10,8 @@ from typing import Any
 from jax.experimental.pallas import mosaic_gpu
 from jaxlib.mlir.dialects import arith
 
-from pallas_kernels.mla_attention import ptx as t
-from pallas_kernels.mla_attention.ptx import c, do, equal, less, ptx
+from pallas_kernels import ptx as t
+from pallas_kernels.ptx import c, equal, less, ptx
 
 plgpu: Any = mosaic_gpu  # its decorators are beyond the type checker
 
@@ -50,11 +50,10 @@ def choose(block, score, bias, chosen, taken, *routes, rows: int, experts: int, 
         inside = [less(number, c(experts)) for number in ids]
         loaded = []
         for number, here in zip(ids, inside, strict=True):
-            at = arith.select(here, arith.addi(base, number), c(-1))
-            loaded.append(t.load_if("b32", at, 4, score))
+            loaded.append(t.load_where(here, arith.addi(base, number), score))
         values = []
         for number, here, value in zip(ids, inside, loaded, strict=True):
-            more = t.load_if("b32", arith.select(here, number, c(-1)), 4, bias)
+            more = t.load_where(here, number, bias)
             bits = ptx(ADD, value, more)
             turned = arith.andi(arith.shrsi(bits, c(31)), c(NONE))
             values.append(arith.select(here, arith.xori(bits, turned), c(LEAST)))
@@ -83,7 +82,7 @@ def choose(block, score, bias, chosen, taken, *routes, rows: int, experts: int, 
         found = t.load_if("b32", arith.addi(base, mine), 4, score)
         to, write = arith.addi(first, lane), arith.andi(real, less(lane, c(k)))
         for ref, word in ((chosen, mine), (taken, found)):
-            do("st.global.b32 [$0], $1;", t.wide(to, 4, t.address(ref)), word, predicate=write)
+            t.store_word(to, t.address(ref), word, write)
 
     run(block, score, bias, chosen, taken, *routes)
 

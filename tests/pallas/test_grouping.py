@@ -7,11 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import Target, grouping, target
+from pallas_kernels import Target, grouping, ptx, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.grouping import hopper, shapes, threads
-from pallas_kernels.index_topk import pick
-from pallas_kernels.mla_attention import ptx
 from tests.pallas import emulate
 
 NAMES = [i.name for i in grouping.IMPLEMENTATIONS if not i.misfit(target(), i.name)]
@@ -68,7 +66,7 @@ def test_threads_emulated(case, monkeypatch):
         memory.read(out)[:] = -77
     empty = functools.partial(np.full, fill_value=-77, dtype=np.int32)
     scratch = memory.place(empty(64))
-    with emulate.emulated(monkeypatch, memory, ptx, threads, pick):
+    with emulate.emulated(monkeypatch, memory, ptx, threads):
         if case.function == "group":
             held = hopper.whole(case.keywords()["experts"] + 2)
             shared = memory.place(empty(hopper.whole(numbers.size))), memory.place(empty(4 * held))

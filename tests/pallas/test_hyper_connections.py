@@ -103,7 +103,7 @@ def test_mixes_in_interpret_mode(iterations, rows, monkeypatch):
 )
 def test_rows_reach_their_threads_and_memory(parts, rows, held, n, monkeypatch):
     """The code of every thread, emulated: the last block is not full."""
-    from pallas_kernels.mla_attention import ptx
+    from pallas_kernels import ptx
 
     rng, mixes = np.random.default_rng(n), 2 * n + n * n
     source = rng.standard_normal((parts, rows, mixes), dtype=np.float32)

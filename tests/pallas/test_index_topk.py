@@ -285,9 +285,9 @@ def accumulator(dots):
 
 def test_chunk_of_the_kernel_equals_the_reference(monkeypatch):
     """The code of every thread, emulated: keys, scores, block maxima and the list of a chunk."""
+    from pallas_kernels import ptx
     from pallas_kernels.index_topk import keys as code
     from pallas_kernels.index_topk import lists, pick
-    from pallas_kernels.mla_attention import ptx
 
     rng, chunk, k, (rows, heads) = np.random.default_rng(0), 1024, 37, (2, 16)
     q, weights, (values, scales, entry), _ = case("emulated", 1, rows, 300, heads=heads).build(rng)
@@ -330,9 +330,9 @@ def test_chunk_of_the_kernel_equals_the_reference(monkeypatch):
 
 @pytest.mark.parametrize("size", [1000, 2048, 3080])
 def test_merge_and_mask_pick_like_a_stable_sort(size, monkeypatch):
+    from pallas_kernels import ptx
     from pallas_kernels.index_topk import keys as code
     from pallas_kernels.index_topk import lists, pick
-    from pallas_kernels.mla_attention import ptx
 
     rng, k = np.random.default_rng(size), 100
     best = rng.integers(-30, 30, size).astype(ml_dtypes.bfloat16)

@@ -304,7 +304,8 @@ def from_tiles(raw):
 @pytest.mark.parametrize("kind", ["bfloat16", "e4m3", "e2m1"])
 def test_gathered_block_equals_dequantised_rows(kind, monkeypatch):
     """The code of every thread, emulated: rows, formats, tiles, empty slots and the mask."""
-    from pallas_kernels.mla_attention import gather, ptx
+    from pallas_kernels import ptx
+    from pallas_kernels.mla_attention import gather
 
     rng = np.random.default_rng(0)
     rows = stored_rows(rng, 50, 512, kind)

@@ -10,9 +10,8 @@ import numpy as np
 import pytest
 
 from deepinfer_jax.model.compile import compiler_options
-from pallas_kernels import formats, quantise, registers, target
+from pallas_kernels import formats, ptx, quantise, registers, target
 from pallas_kernels.cases import tagged
-from pallas_kernels.mla_attention import ptx
 from pallas_kernels.quantise import hopper, shapes
 from tests.pallas import emulate
 

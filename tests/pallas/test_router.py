@@ -7,9 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import router, target
+from pallas_kernels import ptx, router, target
 from pallas_kernels.cases import tagged
-from pallas_kernels.mla_attention import ptx
 from pallas_kernels.router import hopper, shapes, threads
 from tests.pallas import emulate
 

@@ -14,6 +14,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, scf
 
+PARAMETERS = plgpu.CompilerParams(
+    unsafe_no_auto_barriers=True,
+    reduction_scratch_bytes=0,
+    lowering_semantics=plgpu.LoweringSemantics.Lane,
+)
+"""Compiler parameters of a kernel that is all per-thread code, which has its own barriers."""
 SCALAR = plgpu.Layout.WG_SPLAT(())
 NUMBER = plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
 
@@ -122,6 +128,58 @@ def spread(first, last, body) -> None:
         scf.YieldOp([])
 
 
+class Threads:
+    """A warpgroup and its scratch of 64 words at shared address `scratch`."""
+
+    count, warps = 128, 4
+
+    def __init__(self, scratch):
+        self.index = thread()
+        self.lane = arith.andi(self.index, c(31))
+        self.warp = arith.shrui(self.index, c(5))
+        self.scratch = scratch
+
+    def sync(self):
+        """Waits for all threads of the warpgroup."""
+        utils.warpgroup_barrier()
+
+    def _gather(self, value, bank):
+        """The value of each warp's last lane, for every thread."""
+        base = arith.addi(self.scratch, arith.muli(bank, c(128)))
+        mine = arith.addi(base, arith.muli(self.warp, c(4)))
+        last = equal(self.lane, c(31))
+        do("st.shared.b32 [$0], $1;", mine, value, predicate=last)
+        self.sync()
+        text = "ld.shared.b32 $0, [$1 + {}];"
+        return [ptx(text.format(4 * i), base, effects=True) for i in range(self.warps)]
+
+    def total(self, value, bank):
+        """Sum over the threads; `bank` alternates between 0 and 1 from call to call."""
+        value = ptx("redux.sync.add.s32 $0, $1, 0xffffffff;", value, effects=True)
+        total = c(0)
+        for part in self._gather(value, bank):
+            total = arith.addi(total, part)
+        return total
+
+    def scan(self, value, bank):
+        """(sum over the threads before this one, sum over all)."""
+        own, total = value, c(0)
+        for distance in (1, 2, 4, 8, 16):
+            value = ptx(
+                "{ .reg .pred p; .reg .b32 t;"
+                f" shfl.sync.up.b32 t|p, $1, {distance}, 0, 0xffffffff;"
+                " @!p mov.b32 t, 0; add.s32 $0, $1, t; }",
+                value,
+                effects=True,
+            )
+        before = arith.subi(value, own)
+        for i, part in enumerate(self._gather(value, bank)):
+            earlier = less(c(i), self.warp)
+            before = arith.addi(before, arith.select(earlier, part, c(0)))
+            total = arith.addi(total, part)
+        return before, total
+
+
 _FIND = "setp.ge.s32 p, {slot}, 0; max.s32 r, {slot}, 0; mad.wide.s32 a, r, {stride}, {base};"
 
 
@@ -144,6 +202,16 @@ def load_if(kind: str, slot, stride: int, base, offset: int = 0, otherwise: int 
     text = "{ .reg .pred p; .reg .b32 r; .reg .b64 a; " + find
     text += f" mov.b32 $0, {otherwise}; @p ld.global.nc.{kind} $0, [a + {offset}]; }}"
     return ptx(text, slot, base, effects=True)
+
+
+def load_where(inside, index, base, otherwise: int = 0):
+    """The word number `index` at base in device memory, `otherwise` where not inside."""
+    return load_if("b32", arith.select(inside, index, c(-1)), 4, base, otherwise=otherwise)
+
+
+def store_word(index, base, value, predicate=None):
+    """Writes the word number `index` at base in device memory."""
+    do("st.global.b32 [$0], $1;", wide(index, 4, base), value, predicate=predicate)
 
 
 def copy_row(size: int, slot, stride: int, base, to):
