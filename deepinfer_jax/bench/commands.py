@@ -46,7 +46,7 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     parser.add_argument("--burst", type=positive, default=10, help="steps a burst")
     parser.add_argument("--side", type=positive, default=8192, help="of the ceiling's matrices")
     parser.add_argument(
-        "--profile", metavar="DIR", help="profile a burst: idle time and what costs"
+        "--profile", metavar="DIR", help="profile a burst: idle time; records rank its kernels"
     )
     parser.add_argument("--trace", action="store_true", help="count only, run nothing")
     parser.add_argument("--out", metavar="F.jsonl", help="append the records")

@@ -67,7 +67,7 @@ def _group_program(pairs: int, experts: int, per_row: int):
         out_type=[jax.ShapeDtypeStruct((n,), jnp.int32) for n in (pairs, pairs, pairs, experts)],
         grid=(1,),
         grid_names=("block",),
-        kernel_name=f"group_{pairs}",
+        kernel_name=f"group_n{pairs}",
         scratch_types=[
             plgpu.SMEM((whole(pairs),), jnp.int32),
             plgpu.SMEM((4 * held,), jnp.int32),
@@ -90,7 +90,7 @@ def _table_program(experts: int, rows: int, height: int, lines: int):
         out_type=jax.ShapeDtypeStruct((3 * lines,), jnp.int32),
         grid=(1,),
         grid_names=("block",),
-        kernel_name=f"row_tiles_{height}",
+        kernel_name=f"row_tiles_h{height}",
         scratch_types=[
             plgpu.SMEM((held,), jnp.int32),
             plgpu.SMEM((held,), jnp.int32),

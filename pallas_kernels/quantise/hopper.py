@@ -65,7 +65,7 @@ def _program(rows: int, per_row: int, gathered: bool, fp4: bool):
         out_type=jax.ShapeDtypeStruct((lines, LINE), jnp.bfloat16),
         grid=(-(-lines // LINES),),
         grid_names=("block",),
-        kernel_name=f"quantise_{per_row * LINE}",
+        kernel_name=f"quantise_k{per_row * LINE}",
     )
 
 

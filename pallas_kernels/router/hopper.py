@@ -51,6 +51,6 @@ def _program(rows: int, experts: int, k: int, given: bool):
         out_type=out,
         grid=(-(-rows // ROWS),),
         grid_names=("block",),
-        kernel_name=f"router_{k}_of_{experts}{'_given' if given else ''}",
+        kernel_name=f"router_{k}of{experts}{'_given' if given else ''}",
         compiler_params=ptx.PARAMETERS,
     )

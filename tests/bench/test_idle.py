@@ -1,11 +1,13 @@
 """Device idle time: from operations written down by hand, and from a profile recorded here."""
 
+import re
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+import pallas_kernels
 from deepinfer_jax.bench import idle
 from deepinfer_jax.bench.idle import Op
 
@@ -60,6 +62,19 @@ def test_the_ranking_joins_what_differs_by_a_number_only() -> None:
     assert second == ("product_fp8_64x32", 1.0, pytest.approx(20e-9), pytest.approx(40 / 150))
     assert others == ("others", 0.5, pytest.approx(20e-9), pytest.approx(40 / 150))
     assert len(idle.ranking(ops, turns=1, most=3)) == 3, "nothing is left over"
+
+
+def test_the_ranking_keeps_the_shapes_that_our_kernels_are_named_after() -> None:
+    """A name must not end like the number that a compiler adds."""
+    root = Path(pallas_kernels.__file__).parent
+    written = [
+        name
+        for path in root.rglob("*.py")
+        for name in re.findall(r'kernel_name=f?"(.*)",$', path.read_text(), re.MULTILINE)
+    ]
+    names = [re.sub(r"{[^}]*}", "16", name) for name in written]
+    assert len(names) >= 10
+    assert [idle.ranking([Op(0, 1, "", None, name)], turns=1)[0].kernel for name in names] == names
 
 
 def test_a_profile_recorded_here(tmp_path: Path) -> None:
