@@ -13,7 +13,7 @@ its products and the bytes it has to read.
     row_matmul      2 r K N FLOP;                reads the weight once
     hyper_connections, quantise, grouping, router    as their references: no products
 
-Products run in the type of the wider operand; expert products in fp8 where rows are quantised.
+Products run in the type of the rows; expert products in fp8 where rows are quantised.
 """
 
 import dataclasses
