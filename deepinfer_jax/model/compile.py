@@ -6,7 +6,8 @@ of the model's numerics and of the promise of equal bits, so it may not.
 
 On a CUDA device: kernels that do not wait for each other's results may run side by side. A decode
 step is one graph of thousands of kernels, most of them too small to fill the device; one after the
-other they leave it idle between them (docs/benchmarks.md).
+other they leave it idle between them (docs/benchmarks.md). No bits depend on it, so a compiler that
+does not know the option does without.
 
 On a CPU: XLA hands some sums and chains of elementwise operations to the YNNPACK library, by their
 size, and that library sums in another order than XLA's own loops. A row's bits would then depend

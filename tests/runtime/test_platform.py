@@ -172,6 +172,8 @@ def test_a_plugin_gets_the_compiler_options_that_it_knows(monkeypatch: pytest.Mo
     assert compile.compiler_options() == compile.COMPILER_OPTIONS
     monkeypatch.setattr(compile.backend, "backends", lambda: {"cuda": here})
     assert compile.compiler_options() == compile.COMPILER_OPTIONS | compile.CUDA_OPTIONS
+    monkeypatch.setattr(compile, "CUDA_OPTIONS", {"xla_gpu_of_another_compiler": ""})
+    assert compile.compiler_options() == compile.COMPILER_OPTIONS
 
 
 @pytest.mark.parametrize(
