@@ -54,7 +54,7 @@ class Row:
     note: str = ""
 
     def __str__(self) -> str:
-        name = f"{self.op:14s} {self.case:28s} {self.implementation:10s}"
+        name = f"{self.op:17s} {self.case:28s} {self.implementation:10s}"
         if self.median_us is None:
             return f"{name} {self.note}"
         spread = f"{self.median_us:9.1f} us ({self.low_us:.1f}-{self.high_us:.1f})"
