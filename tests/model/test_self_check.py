@@ -200,6 +200,8 @@ def test_update_sums_over_the_source_streams(released):
     np.testing.assert_array_equal(got.pre, mix.pre)
     np.testing.assert_array_equal(got.collapsed, [[12, 14]])  # of the new streams
     np.testing.assert_allclose(got.mean_square, [205 / 6], rtol=1e-6)
+    entered = hyper.hidden(got.streams, mix.pre)
+    jax.tree.map(np.testing.assert_array_equal, entered, got)
 
 
 def test_index_format():
