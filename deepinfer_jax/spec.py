@@ -168,15 +168,6 @@ def random(tree: Any, seed: int = 0) -> Any:
     return jax.tree.unflatten(structure, drawn)
 
 
-def parameter_count(tree: Any) -> int:
-    """Weights counted as numbers: two for a byte of FP4, none for a scale."""
-    total = 0
-    for leaf in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Quantized)):
-        values = leaf.values if isinstance(leaf, Quantized) else leaf
-        total += values.size * (2 if values.dtype == "uint8" else 1)
-    return total
-
-
 def _draw(param: Param, generator: np.random.Generator) -> np.ndarray:
     dtype = jnp.dtype(param.dtype)
     if param.init == "ones":
