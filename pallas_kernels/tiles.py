@@ -140,14 +140,18 @@ def parts(plan: Plan, product: Product) -> int:
     return 2 if plan.rows > 128 and not product.e4m3 else 1
 
 
-def fit(plan: Plan, product: Product) -> Plan:
-    """The plan with its rings as deep as shared memory allows, at most 8 steps."""
+def room(plan: Plan, product: Product) -> int:
+    """Bytes of shared memory that are left for the rings."""
     item = 2 if product.out_dtype == jnp.bfloat16 else 4
-    weight, row = plan.height * product.step_bytes, plan.rows * product.row_bytes
     width = 32 if product.limit is not None else 64
     left = SHARED_BYTES - plan.groups * min(plan.rows, STORE_ROWS) * width * item
-    if product.kind == "fp4":
-        left -= 2 * plan.height * product.k // 32
+    return left - 2 * plan.height * product.k // 32 if product.kind == "fp4" else left
+
+
+def fit(plan: Plan, product: Product) -> Plan:
+    """The plan with its rings as deep as shared memory allows, at most 8 steps."""
+    weight, row = plan.height * product.step_bytes, plan.rows * product.row_bytes
+    left = room(plan, product)
     depth = max(1, min(8, left // (weight + row)))
     more = max(0, min(8, (left - depth * row) // weight) - depth)
     return dataclasses.replace(
@@ -172,4 +176,10 @@ def check(product: Product, plan: Plan, single: bool) -> None:
     if -(-product.width // tile) % plan.cluster:
         raise NotImplementedError(
             f"{product.width} channels do not fill clusters of {plan.cluster}"
+        )
+    step = plan.height * product.step_bytes + plan.rows * product.row_bytes
+    left = room(plan, product)
+    if step > left:
+        raise NotImplementedError(
+            f"a step takes {step} bytes of shared memory, K = {product.k} leaves {left}"
         )

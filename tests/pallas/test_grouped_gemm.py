@@ -1,6 +1,7 @@
 """The grouped expert product: every implementation against float64, at every small case, with fresh
 inputs."""
 
+import contextlib
 import functools
 import zlib
 
@@ -196,6 +197,17 @@ def test_hopper_multiplies_quantised_rows_in_their_order(
     want = np.asarray(registers.order_columns(want, kind, e4m3=e4m3)).reshape(want.shape)
     (got,) = found
     np.testing.assert_array_equal(np.asarray(got).reshape(want.shape), want)
+
+
+@pytest.mark.parametrize(("k", "fits"), [(8192, True), (16384, False)])
+def test_scales_that_shared_memory_does_not_hold_are_declined(k, fits):
+    """Those of two items lie beside the rings: 2 x 256 x K / 32 bytes with few rows."""
+    from pallas_kernels.grouped_gemm import hopper
+
+    case = shapes.case("x", "gate_up", 4, k, 256, 24)
+    refused = pytest.raises(NotImplementedError, match=f"K = {k} leaves")
+    with contextlib.nullcontext() if fits else refused:
+        jax.eval_shape(functools.partial(hopper.gate_up, **case.keywords()), *case.abstract())
 
 
 def test_large_stack_has_the_bits_of_a_small_one(monkeypatch):
