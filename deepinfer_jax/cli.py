@@ -74,14 +74,9 @@ def _cache(options: argparse.Namespace) -> Any:
     for jax otherwise stays."""
     from pathlib import Path
 
-    import jax
-
     from deepinfer_jax.runtime import warmup
 
-    folder = warmup.default_folder() if options.cache is None else Path(options.cache)
-    if jax.config.jax_compilation_cache_dir is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
-    return folder
+    return warmup.keep_programs(None if options.cache is None else Path(options.cache))
 
 
 def _platform_options(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,8 @@ Defaults of slices are the released width and one rank of 64. On a CPU give a sm
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.bench.values import number, numbers, positive, shares
@@ -48,6 +49,10 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
     parser.add_argument(
         "--profile", metavar="DIR", help="profile a burst: idle time; records rank its kernels"
     )
+    parser.add_argument(
+        "--jobs", type=positive, metavar="N", help="compile N points at a time, before all runs"
+    )
+    parser.add_argument("--cache", metavar="DIR", help="of compiled programs, with --jobs")
     parser.add_argument("--trace", action="store_true", help="count only, run nothing")
     parser.add_argument("--out", metavar="F.jsonl", help="append the records")
     parser.add_argument("--json", action="store_true", help="print records as JSON lines")
@@ -100,7 +105,7 @@ def _slice(options: argparse.Namespace) -> int:
         not options.no_draft,
         Kernels.parse(options.kernels),
     )
-    points: Any
+    points: Iterable[sweeps.Point]
     profile = None if options.acceptance is None else shares(options.acceptance)
     if decode:
         widths = numbers("--rows", options.rows)
@@ -110,6 +115,13 @@ def _slice(options: argparse.Namespace) -> int:
     else:
         prompt = number("--prompt", options.prompt)
         points = sweeps.prefill(part, numbers("--tokens", options.tokens), prompt)
+    if options.jobs is not None:
+        from deepinfer_jax.bench import together
+
+        if options.trace:
+            raise ValueError("--jobs: --trace compiles nothing")
+        folder, points = options.cache and Path(options.cache), list(points)
+        together.compile_points(points, options.jobs, _request(options), folder)
     common = _started(options) | {"model": options.model, "acceptance": profile}
     if options.trace:
         return sweeps.report(
@@ -193,7 +205,12 @@ def _started(options: argparse.Namespace) -> dict[str, Any]:
     from deepinfer_jax.bench import measure, sweeps
     from deepinfer_jax.runtime import platform
 
-    request = platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)
-    for notice in platform.ready(request).notices:
+    for notice in platform.ready(_request(options)).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
     return {"command": sweeps.command(), "environment": measure.environment()}
+
+
+def _request(options: argparse.Namespace) -> Any:
+    from deepinfer_jax.runtime import platform
+
+    return platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)

@@ -32,7 +32,7 @@ from deepinfer_jax.bench import drawn, idle
 from deepinfer_jax.bench.slices import Slice
 from deepinfer_jax.lab import program
 from deepinfer_jax.lab.kernels import Costs
-from deepinfer_jax.model.compile import jit
+from deepinfer_jax.model.compile import Program, jit
 from pallas_kernels import bench
 
 FP8_FROM = (8, 9)
@@ -91,11 +91,7 @@ def run(
     Raises ArithmeticError if a turn gives no valid result or computes other rows than asked for.
     """
     weights, carry, given = map(drawn.materialise, (one.weights, one.carry, one.given))
-
-    def turn(weights: Any, carry: Any, given: Any) -> Any:
-        return one.turn(weights, carry, given)
-
-    call = jit(turn, donate_argnums=1)
+    call = _program(one)
     begin = time.perf_counter()
     with pallas_kernels.record() as choices:
         carry, out = call(weights, carry, given)
@@ -136,6 +132,21 @@ def run(
         found["idle"] = idle.measure(ops, MODULE).__dict__
         found["ranking"] = [share._asdict() for share in idle.ranking(ops, burst)]
     return _record(one) | found
+
+
+def compile_only(one: Slice) -> None:
+    """Compiles what `run` will call, into jax's compilation cache; nothing is drawn."""
+    shapes = map(spec.abstract, (one.weights, one.carry, one.given))
+    with pallas_kernels.record():  # calls are traced otherwise while nobody looks: another program
+        lowered = _program(one).lower(*shapes)
+    lowered.compile()
+
+
+def _program(one: Slice) -> Program:
+    def turn(weights: Any, carry: Any, given: Any) -> Any:
+        return one.turn(weights, carry, given)
+
+    return jit(turn, donate_argnums=1)
 
 
 def trace(one: Slice) -> dict[str, Any]:

@@ -24,8 +24,6 @@ from deepinfer_jax.bench.slices import Slice
 from deepinfer_jax.config import ModelConfig, Numerics
 from pallas_kernels import Kernels
 
-Build = Callable[[], Slice]
-
 
 @dataclasses.dataclass(frozen=True)
 class Part:
@@ -53,16 +51,32 @@ class Part:
         )
 
 
-def prefill(part: Part, tokens: Sequence[int], prompt: int) -> Iterator[tuple[str, Build, float]]:
-    """(name, how to build the slice, tokens a step) of each point; fewer tokens than `prompt` are
-    one shorter prompt. Raises ValueError for tokens that are not whole prompts."""
+@dataclasses.dataclass(frozen=True)
+class Point:
+    """One program of a sweep. tokens: that a step gives, None if that is not known."""
+
+    name: str
+    part: Part
+    phase: str
+    rows: Rows
+    draft: bool
+    tokens: float | None
+
+    def slice(self) -> Slice:
+        """The slice to be run, nothing of it drawn yet."""
+        return self.part.slice(self.phase, self.rows, self.draft)
+
+
+def prefill(part: Part, tokens: Sequence[int], prompt: int) -> Iterator[Point]:
+    """A point for each number of tokens a step; fewer than `prompt` are one shorter prompt. Raises
+    ValueError for tokens that are not whole prompts."""
     for count in tokens:
         width = min(prompt, count)
         if count % width:
             raise ValueError(f"tokens = {count}; expected a multiple of the prompt, {prompt}")
         rows = Rows(count // width, width)
         name = f"prefill, {count} tokens in prompts of {width}{part.manner}"
-        yield name, lambda rows=rows: part.slice("prefill", rows, part.draft), float(count)
+        yield Point(name, part, "prefill", rows, part.draft, float(count))
 
 
 def decode(
@@ -71,7 +85,7 @@ def decode(
     widths: Sequence[int],
     context: int,
     acceptance: Sequence[float] | None,
-) -> Iterator[tuple[str, Build, float | None]]:
+) -> Iterator[Point]:
     """As `prefill`; one row a request runs without a drafter. Raises ValueError."""
     if acceptance is not None and len(acceptance) < max(widths) - 1:
         raise ValueError(
@@ -87,30 +101,26 @@ def decode(
             rows = Rows(many, width, context - width)
             name = f"decode, {many} requests x {width} rows, context {context}{part.manner}"
             gained = None if each is None else many * each
-            yield (
-                name,
-                lambda rows=rows: part.slice("decode", rows, part.draft and rows.width > 1),
-                gained,
-            )
+            yield Point(name, part, "decode", rows, part.draft and width > 1, gained)
 
 
 def records(
-    points: Iterable[tuple[str, Build, float | None]],
+    points: Iterable[Point],
     measured: Callable[[Slice], dict[str, Any]],
     common: dict[str, Any],
 ) -> Iterator[dict[str, Any]]:
     """A record for each point: `common`, then what `measured` says of its slice."""
-    for name, build, tokens in points:
-        found: dict[str, Any] = {"name": name, **common, "tokens_per_turn": tokens}
+    for point in points:
+        found: dict[str, Any] = {"name": point.name, **common, "tokens_per_turn": point.tokens}
         took: float | None = None
         try:
-            found |= measured(build())
+            found |= measured(point.slice())
             took = found["seconds"] and found["seconds"]["median"]
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
             found |= {"seconds": None, "error": " ".join(str(error).split())[:300]}
-        fast = None if tokens is None or took is None else tokens / took
+        fast = None if point.tokens is None or took is None else point.tokens / took
         yield found | {"tokens_s": fast}
 
 

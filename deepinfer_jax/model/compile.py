@@ -96,11 +96,15 @@ class Program:
             self._coming.clear()
         return self._jitted(*args, **keywords)
 
+    def lower(self, *args: Any) -> Any:
+        """`jax.jit(...).lower` for arrays or their shapes."""
+        return self._jitted.lower(*args)
+
     def ahead(self, *args: Any) -> None:
         """Begins to compile for arguments like these in another thread; the next call waits for it
         and finds the program compiled. The arrays are not kept: they may be donated meanwhile."""
-        described, jitted = jax.tree.map(_described, args), self._jitted
-        self._coming.append(_threads().submit(lambda: jitted.lower(*described).compile()))
+        described = jax.tree.map(_described, args)
+        self._coming.append(_threads().submit(lambda: self.lower(*described).compile()))
 
     def variants(self) -> int:
         """How many shapes and static arguments it has been compiled for."""

@@ -36,6 +36,15 @@ def default_folder() -> Path:
     return Path.home() / ".cache" / "deepinfer_jax"
 
 
+def keep_programs(folder: Path | None) -> Path:
+    """Tells jax to keep compiled programs in a folder, None: the default one; a place that was set
+    for jax otherwise stays. Returns the folder."""
+    folder = default_folder() if folder is None else folder
+    if jax.config.jax_compilation_cache_dir is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder / "compiled"))
+    return folder
+
+
 def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> None:
     """Compiles every program, several at once, and runs each once with nothing to do.
 

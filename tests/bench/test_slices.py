@@ -2,6 +2,9 @@
 
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -89,6 +92,23 @@ def test_a_layer_slice(config: str, capsys) -> None:
     assert found["reached"]["rows_s"] == pytest.approx(8 / found["seconds"]["median"])
 
 
+def test_points_are_compiled_together_before_they_run(config: str, tmp_path: Path) -> None:
+    """Each in a process of its own; the runs find their programs and compile none again."""
+    words = ["bench", "slice", "decode", "--model", config, "--layers", "1", "--ranks", "2"]
+    words += ["--requests", "2,3", "--rows", "1", "--context", "128", *FEW, "--jobs", "2"]
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
+    command = [sys.executable, "-m", "deepinfer_jax.cli", *words, "--cache", str(tmp_path)]
+    subprocess.run(command, env=environment, check=True)
+    turns = [file.name for file in (tmp_path / "compiled").glob("jit_turn-*-cache")]
+    assert len(turns) == 2
+
+
+def test_what_is_only_traced_is_not_compiled_first(capsys) -> None:
+    assert cli.main(["bench", "slice", "decode", "--trace", "--jobs", "2"]) == 2
+    assert "--jobs: --trace compiles nothing" in capsys.readouterr().err
+
+
 def test_the_released_width_is_traced(capsys) -> None:
     words = ["bench", "slice", "decode", "--trace", "--layers", "20,24", "--requests", "256"]
     assert cli.main([*words, "--rows", "1", "--json"]) == 0
@@ -147,13 +167,11 @@ def test_a_rank_has_its_share() -> None:
 
 
 def test_a_point_that_does_not_fit_is_a_record() -> None:
-    def anything() -> slices.Slice:
-        return slices.layers(RELEASED, [21], Numerics(), Rows(1, 1, 127))
-
     def full(_: object) -> dict:
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    points = [("one", anything, 4.0)]
+    part = sweeps.Part(RELEASED, Numerics(), (21,))
+    points = [sweeps.Point("one", part, "decode", Rows(1, 1, 127), False, 4.0)]
     (found,) = sweeps.records(points, full, {})
     assert found["error"].startswith("RESOURCE_EXHAUSTED") and found["tokens_s"] is None
     assert "does not fit" in sweeps.text(found)
