@@ -3,29 +3,37 @@ instructions are there, nothing spills, registers stay within the case's bound."
 
 import importlib
 import json
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from pallas_kernels import OPERATIONS
 from pallas_kernels.cases import tagged
 from tests.pallas import aot
 
-pytestmark = pytest.mark.aot
+pytestmark = [pytest.mark.aot, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture(scope="module", params=["H200", "B200"])
 def compiled(request, tmp_path_factory):
-    """The lines of one chip, compiled in a process of its own."""
+    """The lines of one chip; an operation is compiled in a process of its own."""
     reason = aot.missing()
     if reason is not None:
         pytest.skip(reason)
-    folder = tmp_path_factory.mktemp(request.param)
-    command = [sys.executable, aot.__file__, request.param, str(folder)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+
+    def lines(op):
+        folder = tmp_path_factory.mktemp(f"{request.param}_{op}")
+        command = [sys.executable, aot.__file__, request.param, str(folder), op]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return [json.loads(line) for line in done.stdout.splitlines()]
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return [line for found in pool.map(lines, OPERATIONS) for line in found]
 
 
 def case_of(line):
