@@ -20,7 +20,7 @@ from deepinfer_jax.runtime.handover import Group
 from deepinfer_jax.runtime.programs import compiled_programs
 from tests.lab import small_model
 from tests.lab.test_layouts import SIZES, TOLERANCE, read
-from tests.runtime.runs import same
+from tests.runtime.runs import logprobs, same
 
 FAST = ("tp_ep",)
 # The test model without its first layer.
@@ -265,3 +265,31 @@ def test_rebalance_refuses(folder, tmp_path):
         experts.load(tmp_path / "other.npz")
     with pytest.raises(ValueError, match="layout 'single': rebalance needs spare_experts > 0"):
         experts.rebalance(engine(folder, Layout.single()), {})
+
+
+@pytest.mark.slow
+def test_bounded_replay_under_context_parallelism(folder):
+    """What the decoder half keeps of a prompt comes from the shards that computed it, wherever in
+    a chunk the prompt ends: tokens, log-probabilities and recorded rows of one device."""
+    work, params = requests()
+    params = [dataclasses.replace(one, logprobs=0) for one in params]
+    one, other = (
+        dj.LLM(
+            folder,
+            under,
+            numerics=dj.Numerics.preset("float32", cache_qdq=False, replay="compact"),
+            max_slots=8,
+            max_context=128,
+            shapes=Shapes(prefill=((8, 32),)),
+        ).generate(work, params, capture=("normed", "routes"), strict=True)
+        for under in (Layout.single(), read("cp_ep_prefill"))
+    )
+    same(other, one, ids_only=True)
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_allclose(logprobs(b), logprobs(a), rtol=0, atol=TOLERANCE)
+        for name, layers in a.prompt_captured.items():
+            for layer, rows in layers.items():
+                found = b.prompt_captured[name][layer]
+                np.testing.assert_allclose(found, rows, rtol=0, atol=TOLERANCE, err_msg=name)
+    kept = [len(out.prompt_captured["normed"][3]) for out in one]
+    assert kept == [min(n, 24) for n in LENGTHS]
