@@ -100,8 +100,15 @@ def spmd(layout: Layout, function: Callable[..., Any], in_specs: Any, out_specs:
     """
     if layout.size == 1:
         return function
+
+    def local(*args: Any) -> Any:
+        # jaxlib 0.11.2 dies on a CPU compiling a sharded input without elements that goes through.
+        return jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype) if x.size == 0 else x, function(*args)
+        )
+
     return jax.shard_map(
-        function,
+        local,
         mesh=_mesh(layout),
         in_specs=in_specs,
         out_specs=out_specs,

@@ -66,6 +66,20 @@ def test_take(name, skew):
         )
 
 
+def test_what_has_no_elements_goes_through():
+    """An engine without drafts has a state of [slots, 0] drafts on every shard of the slots."""
+    under = LAYOUTS["same_axis"]
+    rows = under.spec(("rows",), (16,))
+
+    def local(drafts, last):
+        return drafts, last + 1
+
+    place = jax.sharding.NamedSharding(under.mesh(), rows)
+    given = jax.device_put((jnp.zeros((16, 0), jnp.int32), jnp.arange(16)), place)
+    drafts, last = jax.jit(parallel.spmd(under, local, (rows, rows), (rows, rows)))(*given)
+    assert drafts.shape == (16, 0) and last.tolist() == list(range(1, 17))
+
+
 def test_total_and_whole():
     under = LAYOUTS["other_axis"]
     x = jnp.arange(32.0).reshape(2, 16)
