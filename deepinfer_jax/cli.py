@@ -89,7 +89,7 @@ def _platform_options(parser: argparse.ArgumentParser) -> None:
 def _platform_request(options: argparse.Namespace) -> Any:
     from deepinfer_jax.runtime import platform
 
-    return platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)
+    return platform.Request.of(options)
 
 
 def _chat_options(parser: argparse.ArgumentParser) -> None:

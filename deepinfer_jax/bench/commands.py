@@ -117,11 +117,12 @@ def _slice(options: argparse.Namespace) -> int:
         points = sweeps.prefill(part, numbers("--tokens", options.tokens), prompt)
     if options.jobs is not None:
         from deepinfer_jax.bench import together
+        from deepinfer_jax.runtime import platform
 
         if options.trace:
             raise ValueError("--jobs: --trace compiles nothing")
         folder, points = options.cache and Path(options.cache), list(points)
-        together.compile_points(points, options.jobs, _request(options), folder)
+        together.compile_points(points, options.jobs, platform.Request.of(options), folder)
     common = _started(options) | {"model": options.model, "acceptance": profile}
     if options.trace:
         return sweeps.report(
@@ -205,12 +206,6 @@ def _started(options: argparse.Namespace) -> dict[str, Any]:
     from deepinfer_jax.bench import measure, sweeps
     from deepinfer_jax.runtime import platform
 
-    for notice in platform.ready(_request(options)).notices:
+    for notice in platform.ready(platform.Request.of(options)).notices:
         print(f"deepinfer-jax: {notice}", file=sys.stderr)
     return {"command": sweeps.command(), "environment": measure.environment()}
-
-
-def _request(options: argparse.Namespace) -> Any:
-    from deepinfer_jax.runtime import platform
-
-    return platform.Request.parse(options.platform, options.pjrt_plugin, options.plugin_option)

@@ -12,6 +12,7 @@ was selected under: a plugin may report any `device.platform`, also "cpu". No en
 is read or set.
 """
 
+import argparse
 import dataclasses
 import functools
 import glob
@@ -67,6 +68,11 @@ class Request:
                 raise ValueError(f"--plugin-option {text}: expected NAME=VALUE")
             pairs.append((key, _value(value)))
         return cls(name, plugin, tuple(pairs))
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> "Request":
+        """What the command line's device options ask for; raises as `parse`."""
+        return cls.parse(options.platform, options.pjrt_plugin, options.plugin_option)
 
 
 @dataclasses.dataclass(frozen=True)
