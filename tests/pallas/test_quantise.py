@@ -12,7 +12,7 @@ import pytest
 from deepinfer_jax.model.compile import compiler_options
 from pallas_kernels import formats, ptx, quantise, registers, target
 from pallas_kernels.cases import tagged
-from pallas_kernels.quantise import hopper, shapes
+from pallas_kernels.quantise import hopper, shapes, threads
 from tests.pallas import emulate
 
 BF16 = ml_dtypes.bfloat16
@@ -78,7 +78,7 @@ def emulated(monkeypatch, x, source, kind):
     refs = [memory.place(x), memory.place(np.full((rows, k), np.nan, BF16))]
     refs += [] if source is None else [memory.place(source)]
     options = dict(lines=rows * per_row, per_row=per_row, fp4=kind == "fp4")
-    with emulate.emulated(monkeypatch, memory, ptx, hopper):
+    with emulate.emulated(monkeypatch, memory, ptx, hopper, threads):
         for block in range(-(-rows * per_row // hopper.LINES)):
             number = np.full(emulate.THREADS, block, np.uint32)
             hopper.one_block(number, *refs, **options)
