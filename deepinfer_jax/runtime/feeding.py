@@ -1,4 +1,4 @@
-"""What the host sends with a step: small numpy arrays, made anew for each one.
+"""What the host sends with a step: small numpy arrays, made anew for each one (they travel packed).
 
 A step in flight may still read the arrays it was given (on a CPU they can be the device's own
 memory), so nothing that was sent is written again: page tables are snapshots. The newest tokens and
@@ -87,8 +87,8 @@ class Desk:
             slot=np.full(groups, -1, np.int32),
             pages=np.full((groups, self.per_slot), -1, np.int32),
             room=np.zeros(groups, np.int32),
-            budget=(size // pages.shards - turns).astype(np.int32),
-            temperature=temperature,
+            budget=np.repeat(size // pages.shards - turns, groups // pages.shards).astype(np.int32),
+            temperature=np.tile(temperature, (groups, 1)),
             known=np.zeros(groups, np.int32),
             forced=np.full((groups, far), -1, np.int32),
             routes=self._routes((groups, far), [sample for *_, sample in work]),

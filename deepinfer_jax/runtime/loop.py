@@ -9,7 +9,6 @@ import collections
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from deepinfer_jax import structured
@@ -28,7 +27,7 @@ from deepinfer_jax.runtime.programs import Programs, leaving
 from deepinfer_jax.runtime.requests import Handed, Sample
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
 from deepinfer_jax.runtime.scheduler import Scheduler
-from deepinfer_jax.runtime.step_types import Options, StepOutput
+from deepinfer_jax.runtime.step_types import Options, Results, StepOutput
 
 SCORE = "score"
 
@@ -40,7 +39,7 @@ class Flight(NamedTuple):
     step: Step
     samples: tuple[Sample, ...]
     places: list[int]
-    output: StepOutput | None
+    output: Results | None
     capture: tuple[str, ...] = ()
 
 
@@ -249,7 +248,7 @@ class Loop:
         work: Any = tuple(zip(places, step.work, samples, strict=True))
         run = self._prefill if step.prefill else self._decode
         output = run(groups, size, work, samples)
-        leaving([leaf for leaf in jax.tree.leaves(output) if leaf.size])
+        leaving(output)
         for sample, error in faults:  # they are in the step, which was planned with them
             self.scheduler.abort(sample.number)
             self._drop(sample, error)
@@ -262,7 +261,7 @@ class Loop:
         routes = () if self.counts is None or "routes" in self.capture else ("routes",)
         return self.options._replace(top=top, capture=self.capture + routes)
 
-    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> StepOutput:
+    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> Results:
         setup = self.programs.setup
         score = any(sample.params.prompt_logprobs is not None for sample in samples)
         tail = width
@@ -283,7 +282,7 @@ class Loop:
                     self.prefix.reached(chunk.request, chunk.slot, end, rings)
         return output
 
-    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> StepOutput:
+    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> Results:
         given = self.desk.decode(
             groups, size, self.options.block, work, self.pages, self.calibration.temperature
         )

@@ -18,8 +18,9 @@ from deepinfer_jax.model.compile import Program, jit
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import groups, shards
+from deepinfer_jax.runtime.packing import pack
 from deepinfer_jax.runtime.state import State
-from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, Results
 from deepinfer_jax.structured import GrammarState, Pool
 
 Shapes = tuple[tuple[int, int], ...]
@@ -102,23 +103,33 @@ class Programs:
         held: State,
         pool: Pool,
         given: PrefillInput,
-    ) -> tuple[State, StepOutput]:
+    ) -> tuple[State, Results]:
         """See `prefill.prefill_chunk`; `held` is donated."""
-        return _prefill(*self._of_prefill(tail, score, options), held, pool, given)
+        return _prefill(*self._of_prefill(tail, score, options), held, pool, pack(given))
 
-    def begin_prefill(self, tail: int, score: bool, options: Options, *arrays: Any) -> None:
+    def begin_prefill(
+        self,
+        tail: int,
+        score: bool,
+        options: Options,
+        held: State,
+        pool: Pool,
+        given: PrefillInput,
+    ) -> None:
         """Compiles `prefill` in another thread; arguments as there, none is donated."""
-        self._begin(_prefill, *self._of_prefill(tail, score, options), *arrays)
+        self._begin(_prefill, *self._of_prefill(tail, score, options), held, pool, pack(given))
 
     def decode(
         self, size: int, options: Options, held: State, pool: Pool, given: DecodeInput
-    ) -> tuple[State, StepOutput]:
+    ) -> tuple[State, Results]:
         """See `step.decode_step`; `held` is donated."""
-        return _decode(*self._of_decode(size, options), held, pool, given)
+        return _decode(*self._of_decode(size, options), held, pool, pack(given))
 
-    def begin_decode(self, size: int, options: Options, *arrays: Any) -> None:
+    def begin_decode(
+        self, size: int, options: Options, held: State, pool: Pool, given: DecodeInput
+    ) -> None:
         """Compiles `decode` in another thread; arguments as there, none is donated."""
-        self._begin(_decode, *self._of_decode(size, options), *arrays)
+        self._begin(_decode, *self._of_decode(size, options), held, pool, pack(given))
 
     def _of_prefill(self, tail: int, score: bool, options: Options) -> tuple[Any, ...]:
         setup = self.setup._replace(phase="prefill")

@@ -13,18 +13,20 @@ import jax
 from deepinfer_jax.config import ModelConfig, Numerics
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.runtime.experts import Counts
+from deepinfer_jax.runtime.packing import unpack
 from deepinfer_jax.runtime.plans import Chunk, Outcome, Turn
 from deepinfer_jax.runtime.requests import Sample, entry
 from deepinfer_jax.runtime.speculation import Calibration, acceptance
-from deepinfer_jax.runtime.step_types import StepOutput
+from deepinfer_jax.runtime.step_types import Results, StepOutput
 from deepinfer_jax.structured import GrammarError
 
 Group = tuple[int, Any, Sample]  # of a step: its place, its `Chunk` or `Turn`, and whose it is
 
 
-def on_host(output: StepOutput) -> StepOutput:
+def on_host(results: Results) -> StepOutput:
     """A step's results on the host, those that are read number by number as nested lists."""
-    found = jax.device_get(output)
+    packed, captured = jax.device_get(results)
+    found = dataclasses.replace(unpack(packed), captured=captured)
     names = ("tokens", "count", "failed", "logprob", "verified", "judged", "stood")
     return dataclasses.replace(found, **{name: getattr(found, name).tolist() for name in names})
 

@@ -27,11 +27,12 @@ from deepinfer_jax.layout import Layout
 from deepinfer_jax.model import parallel, transformer
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import prefill, step
+from deepinfer_jax.runtime import packing, prefill, step
 from deepinfer_jax.runtime import state as states
+from deepinfer_jax.runtime.packing import Packed
 from deepinfer_jax.runtime.sampling_state import RowParams
 from deepinfer_jax.runtime.state import State
-from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, Results, StepOutput
 from deepinfer_jax.structured import GrammarState, Pool
 
 WHOLE = PartitionSpec()
@@ -95,18 +96,16 @@ def prefill_chunk(
     weights: Weights,
     state: State,
     pool: Pool,
-    inputs: PrefillInput,
-) -> tuple[State, StepOutput]:
-    """`prefill.prefill_chunk` over the shards; everywhere: the output is whole on every device."""
+    inputs: Packed,
+) -> tuple[State, Results]:
+    """`prefill.prefill_chunk` over the shards; everywhere: the output is whole on every device.
+
+    inputs: a `PrefillInput`."""
 
     def local(weights: Weights, state: State, pool: Pool, inputs: PrefillInput) -> Any:
-        mine = _counted_here(setup.layout, state, inputs)
-        state, output = prefill.prefill_chunk(
-            setup, options, tail, score, weights, state, pool, mine
-        )
-        return state, _given(setup.layout, output, everywhere)
+        return prefill.prefill_chunk(setup, options, tail, score, weights, state, pool, inputs)
 
-    return _over_shards(setup, local, everywhere, weights, state, pool, inputs, own(setup.layout))
+    return _over_shards(setup, local, everywhere, weights, state, pool, inputs)
 
 
 def decode_step(
@@ -117,22 +116,17 @@ def decode_step(
     weights: Weights,
     state: State,
     pool: Pool,
-    inputs: DecodeInput,
-) -> tuple[State, StepOutput]:
-    """`step.decode_step` over the shards; size: rows of all of them together."""
-    layout = setup.layout
+    inputs: Packed,
+) -> tuple[State, Results]:
+    """`step.decode_step` over the shards; size: rows of all of them together.
+
+    inputs: a `DecodeInput`."""
+    rows = size // setup.layout.ways("slots")
 
     def local(weights: Weights, state: State, pool: Pool, inputs: DecodeInput) -> Any:
-        mine = _counted_here(layout, state, inputs)
-        mine = dataclasses.replace(mine, budget=inputs.budget[0])
-        state, output = step.decode_step(
-            setup, options, size // layout.ways("slots"), weights, state, pool, mine
-        )
-        return state, _given(layout, output, everywhere)
+        return step.decode_step(setup, options, rows, weights, state, pool, inputs)
 
-    cut: Any = jax.tree.map(lambda _: own(layout), inputs)
-    cut = dataclasses.replace(cut, temperature=WHOLE)
-    return _over_shards(setup, local, everywhere, weights, state, pool, inputs, cut)
+    return _over_shards(setup, local, everywhere, weights, state, pool, inputs)
 
 
 def admit(
@@ -235,20 +229,27 @@ def _of_slot(layout: Layout, state: State, slot: Array, read: Callable[..., Any]
 
 def _over_shards(
     setup: Setup,
-    local: Any,
+    local: Callable[..., tuple[State, StepOutput]],
     everywhere: bool,
     weights: Weights,
     state: State,
     pool: Pool,
-    inputs: Any,
-    cut: Any,
-) -> tuple[State, StepOutput]:
-    if setup.layout.size == 1:
-        return local(weights, state, pool, inputs)
-    mine = own(setup.layout)
-    specs = (transformer.weight_specs(setup, weights), mine, WHOLE, cut)
+    inputs: Packed,
+) -> tuple[State, Results]:
+    layout = setup.layout
+
+    def unpacked(weights: Weights, state: State, pool: Pool, inputs: Packed) -> Any:
+        mine = _counted_here(layout, state, packing.unpack(inputs))
+        state, output = local(weights, state, pool, mine)
+        results = Results(packing.pack(dataclasses.replace(output, captured={})), output.captured)
+        return state, _given(layout, results, everywhere)
+
+    if layout.size == 1:
+        return unpacked(weights, state, pool, inputs)
+    mine = own(layout)
+    specs = (transformer.weight_specs(setup, weights), mine, WHOLE, mine)
     outs = (mine, WHOLE if everywhere else mine)
-    return parallel.spmd(setup.layout, local, specs, outs)(weights, state, pool, inputs)
+    return parallel.spmd(layout, unpacked, specs, outs)(weights, state, pool, inputs)
 
 
 def _counted_here(layout: Layout, state: State, inputs: Any) -> Any:
@@ -302,9 +303,9 @@ def _from_owner(layout: Layout, tree: Any, mine: Bool[Array, ""]) -> Any:
     return jax.tree.map(leaf, tree)
 
 
-def _given(layout: Layout, output: StepOutput, everywhere: bool) -> StepOutput:
-    """A step's output, the groups of all shards together if everybody wants them."""
+def _given(layout: Layout, results: Results, everywhere: bool) -> Results:
+    """A step's results, the groups of all shards together if everybody wants them."""
     axes = layout.mesh_axes("slots")
     if not everywhere or not axes:
-        return output
-    return jax.tree.map(lambda leaf: lax.all_gather(leaf, axes, tiled=True), output)
+        return results
+    return jax.tree.map(lambda leaf: lax.all_gather(leaf, axes, tiled=True), results)

@@ -57,7 +57,7 @@ def decode_step(
     fed = jnp.zeros_like(slot)
     if options.block:
         room = jnp.where(active, jnp.minimum(inputs.room, limit - length - 2), 0)
-        fed = verify.widths(confidence / inputs.temperature[None, :], room, inputs.budget)
+        fed = verify.widths(confidence / inputs.temperature, room, inputs.budget[0])
     rows = row_lists.flat(
         jnp.concatenate([state.last[slot][:, None], drafts], axis=1),
         start=length,

@@ -16,6 +16,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import drafting
+from deepinfer_jax.runtime.packing import Packed
 from deepinfer_jax.runtime.state import State
 from deepinfer_jax.spec import Leaf
 from deepinfer_jax.structured import Pool
@@ -64,11 +65,11 @@ class DecodeInput:
     """A turn of each group.
 
     slot int32 [groups] (-1: unused); pages int32 [groups, P]; room int32 [groups]: most drafts to
-    verify; budget int32 [shards]: draft rows of each shard's groups together (int32 inside a step);
-    temperature f32 [block]: divides the confidence of each place. forced int32 [groups, reach]
-    output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts (-1: the router's)
-    or None, both for the positions from `known` on: int32 [groups], the least position that the
-    newest token of a group with any of them can have.
+    verify; budget int32 [groups]: draft rows of all groups of its shard together; temperature f32
+    [groups, block]: divides the confidence of each place, equal for every group. forced int32
+    [groups, reach] output tokens (-1: sampled), routes int32 [groups, reach, layers, k] experts
+    (-1: the router's) or None, both for the positions from `known` on: int32 [groups], the least
+    position that the newest token of a group with any of them can have.
     """
 
     slot: Leaf
@@ -116,6 +117,13 @@ class StepOutput:
     confidence: Leaf
     ahead: Leaf
     prompt: Leaf
+    captured: dict[str, dict[int, Leaf]]
+
+
+class Results(NamedTuple):
+    """What a step's program gives: packed, a `StepOutput` without captures, and those."""
+
+    packed: Packed
     captured: dict[str, dict[int, Leaf]]
 
 

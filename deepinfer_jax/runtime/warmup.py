@@ -25,7 +25,7 @@ from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.programs import ADMITS_A_CALL
 from deepinfer_jax.runtime.sampling_params import MAX_LOGPROBS
-from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, StepOutput
+from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, Results
 
 RUNS = 5
 LENGTH = 64  # tokens of each sequence in a timed step
@@ -79,7 +79,9 @@ def compile_all(loop: Loop, *, logprobs: bool = True, scores: bool = True) -> No
 def _begin(loop: Loop, steps: list[tuple[Any, ...]]) -> None:
     """Compiles the programs of steps in several threads."""
     for run, *choices, given in steps:
-        begin = loop.programs.begin_decode if run is _decode else loop.programs.begin_prefill
+        begin: Any = loop.programs.begin_prefill
+        if run is _decode:
+            begin = loop.programs.begin_decode
         begin(*choices, loop.state, loop.grammars.pool, given)
 
 
@@ -206,16 +208,14 @@ def _timed(loop: Loop, run: Callable[..., Any], *given: Any) -> float:
     return time.perf_counter() - begin
 
 
-def _prefill(
-    loop: Loop, tail: int, score: bool, options: Options, given: PrefillInput
-) -> StepOutput:
+def _prefill(loop: Loop, tail: int, score: bool, options: Options, given: PrefillInput) -> Results:
     loop.state, output = loop.programs.prefill(
         tail, score, options, loop.state, loop.grammars.pool, given
     )
     return output
 
 
-def _decode(loop: Loop, size: int, options: Options, given: DecodeInput) -> StepOutput:
+def _decode(loop: Loop, size: int, options: Options, given: DecodeInput) -> Results:
     loop.state, output = loop.programs.decode(size, options, loop.state, loop.grammars.pool, given)
     return output
 

@@ -20,7 +20,8 @@ import numpy as np
 
 import deepinfer_jax as dj
 from deepinfer_jax.runtime.engine import Shapes
-from deepinfer_jax.runtime.step_types import StepOutput
+from deepinfer_jax.runtime.packing import pack
+from deepinfer_jax.runtime.step_types import Results, StepOutput
 
 PROMPT = 32
 
@@ -33,14 +34,14 @@ class Canned:
         self.block, self.vocab, self.rng = block, vocab, np.random.default_rng(0)
         self.aside, self.steps = 0.0, 0
 
-    def prefill(self, *given: Any) -> tuple[Any, StepOutput]:
+    def prefill(self, *given: Any) -> tuple[Any, Results]:
         return given[-3], self._output(len(given[-1].slot), 0)
 
-    def decode(self, *given: Any) -> tuple[Any, StepOutput]:
+    def decode(self, *given: Any) -> tuple[Any, Results]:
         self.steps += 1
         return given[-3], self._output(len(given[-1].slot), self.block)
 
-    def _output(self, groups: int, verified: int) -> StepOutput:
+    def _output(self, groups: int, verified: int) -> Results:
         """Any number of the drafts verified stands."""
         begin, rng = time.thread_time(), self.rng
         stood = rng.integers(0, verified + 1, groups, np.int32)
@@ -60,9 +61,9 @@ class Canned:
             prompt=None,
             captured={},
         )
-        output = jax.block_until_ready(jax.device_put(output))
+        results = jax.block_until_ready(jax.device_put(Results(pack(output), {})))
         self.aside += time.thread_time() - begin
-        return output
+        return results
 
 
 def main() -> None:
