@@ -24,7 +24,7 @@ from deepinfer_jax.runtime import ahead, build, checkpoint, groups, noise, remot
 from deepinfer_jax.runtime.admission import Prompt, check, paired, token_ids
 from deepinfer_jax.runtime.build import Shapes
 from deepinfer_jax.runtime.delivery import deliver
-from deepinfer_jax.runtime.grammars import pool_cells
+from deepinfer_jax.runtime.grammars import table_cells
 from deepinfer_jax.runtime.handover import Group, Split
 from deepinfer_jax.runtime.loop import Loop
 from deepinfer_jax.runtime.model import Model, load
@@ -110,7 +110,7 @@ class LLM:
             vocabulary = structured.Vocabulary.load(
                 self.model.tokenizer, width=cfg.vocab_size, eos=(cfg.eos_token_id,)
             )
-            limits = structured.Limits(table=pool_cells(cfg.vocab_size))
+            limits = structured.Limits(table=table_cells(cfg.vocab_size))
             self._compiler = structured.Compiler(vocabulary, limits=limits)
         options = Options(block=block, rejection=accept == "rejection" and block > 0)
         parts = build.Parts(options, shapes or Shapes(), max_context, self._compiler)

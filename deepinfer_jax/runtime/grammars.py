@@ -30,18 +30,29 @@ from deepinfer_jax.structured import (
 _advance = jit(structured.advance)
 
 
-def pool_cells(vocab: int) -> int:
-    """int32 cells of an engine's pool; a grammar with more is for the host tier."""
+LARGEST = 4  # grammars of the most cells that an engine's pool has room for
+ROWS = range(32, 257)  # grammars, however small, that it has room for: one a slot within these
+
+
+def table_cells(vocab: int) -> int:
+    """int32 cells that the tables of a grammar may have; one with more is for the host tier."""
     return 1 << 16 if vocab < 4096 else 1 << 20
 
 
 class Grammars:
-    """compiler: None where the checkpoint has no tokenizer. sharding: of the pool. pool: what the
-    next step is given. free: where a sample without a grammar is."""
+    """compiler: None where the checkpoint has no tokenizer. sharding: of the pool. slots: of the
+    engine. pool: what the next step is given. free: where a sample without a grammar is."""
 
-    def __init__(self, vocab: int, compiler: Compiler | None, sharding: jax.sharding.Sharding):
+    def __init__(
+        self, vocab: int, compiler: Compiler | None, sharding: jax.sharding.Sharding, slots: int
+    ):
         self._compiler = compiler
-        self._manager = PoolManager(vocab, cells=pool_cells(vocab), sharding=sharding)
+        self._manager = PoolManager(
+            vocab,
+            grammars=min(max(slots, ROWS.start), ROWS.stop - 1),
+            cells=LARGEST * table_cells(vocab),
+            sharding=sharding,
+        )
         self.pool: Pool = self._manager.empty()
         with jax.default_device(min(sharding.addressable_devices, key=lambda one: one.id)):
             free = structured.start(structured.FREE, levels=states.GRAMMAR_LEVELS)

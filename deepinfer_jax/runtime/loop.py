@@ -110,7 +110,9 @@ class Loop:
             self.prefix.use(self.pages)
         self.scheduler = Scheduler(self.policy, self.pages, self.prefix)
         self.desk = Desk(cfg, self.pages.per_slot)
-        self.grammars = Grammars(cfg.vocab_size, self._compiler, self.programs.whole)
+        self.grammars = Grammars(
+            cfg.vocab_size, self._compiler, self.programs.whole, self.policy.slots
+        )
         self.mover = Mover(self.programs, self.grammars, self.prefix, per_slot)
         self._samples = {}
         self.ready: collections.deque[Sample] = collections.deque()

@@ -1,7 +1,7 @@
 """The device pool of grammars: who is loaded, where, and for how long.
 
-The arena is handed out in chunks of cells, so that one compiled write of one chunk loads any
-grammar. A grammar that no sequence uses stays until its room is needed (least recently used goes
+The arena is handed out in chunks of cells. One compiled program loads any grammar: it writes as many
+cells of a window of chunks as it is told. A grammar that no sequence uses stays until its room is needed (least recently used goes
 first), so repeated requests load nothing. Sequences of one grammar share its tables; a host-tier
 grammar has no tables to share and takes a row of token classes per sequence, which its mask is
 written to before each step: class 1 is allowed, class 2 ends the sequence.
@@ -24,14 +24,21 @@ from deepinfer_jax.structured.device import HEADER, RETURN_COUNT, TRIGGER_LENGTH
 from deepinfer_jax.structured.errors import GrammarError, Limits, PoolFullError
 from deepinfer_jax.structured.grammar import Grammar
 
-CHUNK = 16384
+CHUNK = 1024
+WINDOW = 16 * CHUNK
 
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _write_cells(
-    arena: Int32[Array, " cells"], chunk: Int32[Array, " chunk"], at: Int32[Array, ""]
+    arena: Int32[Array, " cells"],
+    window: Int32[Array, " window"],
+    at: Int32[Array, ""],
+    count: Int32[Array, ""],
 ) -> Int32[Array, " cells"]:
-    return jax.lax.dynamic_update_slice(arena, chunk, (at,))
+    """The first `count` cells of the window, from `at` on; the arena goes on for a window there."""
+    held = jax.lax.dynamic_slice(arena, (at,), window.shape)
+    told = jnp.arange(window.shape[0], dtype=jnp.int32) < count
+    return jax.lax.dynamic_update_slice(arena, jnp.where(told, window, held), (at,))
 
 
 @functools.partial(jax.jit, donate_argnums=(0, 1))
@@ -93,7 +100,7 @@ class PoolManager:
         pool = Pool(
             token_class=np.zeros((self.grammars, self.width), np.uint16),
             header=np.zeros((self.grammars, HEADER), np.int32),
-            arena=np.zeros(self.chunks * CHUNK, np.int32),
+            arena=np.zeros(self.chunks * CHUNK + WINDOW, np.int32),
             classes=min(self.limits.classes, self.width + 1),
             edges=self.limits.edges,
             exits=self.limits.exits,
@@ -148,12 +155,13 @@ class PoolManager:
 
     def _load(self, pool: Pool, row: int, first: int) -> Pool:
         loaded = self._loaded[row]
-        cells = np.zeros(loaded.chunks * CHUNK, np.int32)
-        cells[: len(loaded.grammar.block.cells)] = loaded.grammar.block.cells
-        arena = pool.arena
-        for chunk in range(loaded.chunks):
-            part = cells[chunk * CHUNK : (chunk + 1) * CHUNK]
-            arena = _write_cells(arena, part, np.int32((first + chunk) * CHUNK))
+        cells, arena = loaded.grammar.block.cells, pool.arena
+        for begin in range(0, len(cells), WINDOW):
+            part = cells[begin : begin + WINDOW]
+            window = np.zeros(WINDOW, np.int32)
+            window[: len(part)] = part
+            at = np.int32(first * CHUNK + begin)
+            arena = _write_cells(arena, window, at, np.int32(len(part)))
         fields = loaded.grammar.block.header + np.int32(first * CHUNK)
         for size in (RETURN_COUNT, TRIGGER_LENGTH):
             fields[size] = loaded.grammar.block.header[size]

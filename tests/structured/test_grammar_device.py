@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from deepinfer_jax import structured
-from deepinfer_jax.structured.pool import CHUNK
+from deepinfer_jax.structured.pool import CHUNK, WINDOW
 from deepinfer_jax.structured.pushdown import DONE, START
 from tests.structured.grammar_walk import EOS, LEVELS, WIDTH, advance, compiled_shapes, mask
 from tests.structured.simulation import Simulation
@@ -176,17 +176,28 @@ class TestPool:
             allowed = mask(pool, state)
             assert {walker.vocabulary.texts[t] for t in np.nonzero(allowed)[0]} == {text}
 
-    def test_large_grammars_take_chunks_in_a_row(self, walker):
-        manager = structured.PoolManager(WIDTH, grammars=4, cells=5 * CHUNK)
-        pool = manager.empty()
-        small = walker.compile({"choice": ["a"]})
+    def test_grammars_lie_side_by_side_and_leave_each_other_alone(self, walker):
+        """Small ones in a chunk, one of several windows between them, the last up to the end."""
+        small = [walker.compile({"choice": [word]}) for word in ("a", "b", "c", "d")]
         large = walker.compile({"json_schema": {"type": "string", "maxLength": 300}})
+        assert len(large.block.cells) > WINDOW and len(small[0].block.cells) < CHUNK
         chunks = -(-len(large.block.cells) // CHUNK)
-        assert chunks > 1, len(large.block.cells)
-        pool, first = manager.acquire(pool, small)
-        pool, second = manager.acquire(pool, large)
-        state = structured.start(second, levels=LEVELS)
-        allowed = mask(pool, state)
+        order = [small[0], large, small[1], small[2]]
+        manager = structured.PoolManager(WIDTH, grammars=5, cells=(3 + chunks) * CHUNK)
+        pool, rows = manager.empty(), []
+        for grammar in order:
+            pool, row = manager.acquire(pool, grammar)
+            rows.append(row)
+        with pytest.raises(structured.PoolFullError, match="1 free chunks"):
+            manager.acquire(pool, small[3])
+        manager.release(rows[0])
+        pool, rows[0] = manager.acquire(pool, small[3])
+        arena, at = np.asarray(pool.arena), 0
+        for grammar in (small[3], *order[1:]):
+            cells = grammar.block.cells
+            np.testing.assert_array_equal(arena[at : at + len(cells)], cells)
+            at += -(-len(cells) // CHUNK) * CHUNK
+        allowed = mask(pool, structured.start(rows[1], levels=LEVELS))
         quote = walker.vocabulary.texts.index(b'"')
         assert allowed[quote] and not allowed[walker.vocabulary.texts.index(b"a")]
 
