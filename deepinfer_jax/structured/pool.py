@@ -1,10 +1,11 @@
 """The device pool of grammars: who is loaded, where, and for how long.
 
-The arena is handed out in chunks of cells. One compiled program loads any grammar: it writes as many
-cells of a window of chunks as it is told. A grammar that no sequence uses stays until its room is needed (least recently used goes
-first), so repeated requests load nothing. Sequences of one grammar share its tables; a host-tier
-grammar has no tables to share and takes a row of token classes per sequence, which its mask is
-written to before each step: class 1 is allowed, class 2 ends the sequence.
+The arena is handed out in chunks of cells. One compiled program loads any grammar: it writes as
+many cells of a window of chunks as it is told. A grammar that no sequence uses stays until its room
+is needed (least recently used goes first), so repeated requests load nothing. Sequences of one
+grammar share its tables; a host-tier grammar has no tables to share and takes a row of token
+classes per sequence, which its mask is written to before each step: class 1 is allowed, class 2
+ends the sequence.
 
 The manager is host state next to the pool, which is a pytree that goes through the jitted step. Its
 methods take a pool and return the next one; the old one's buffers are donated.
