@@ -33,6 +33,7 @@ from deepinfer_jax.bench.slices import Slice
 from deepinfer_jax.lab import program
 from deepinfer_jax.lab.kernels import Costs
 from deepinfer_jax.model.compile import Program, jit
+from deepinfer_jax.runtime import packing
 from pallas_kernels import bench
 
 FP8_FROM = (8, 9)
@@ -146,7 +147,8 @@ def _program(one: Slice) -> Program:
     def turn(weights: Any, carry: Any, given: Any) -> Any:
         return one.turn(weights, carry, given)
 
-    return jit(turn, donate_argnums=1)
+    # What a turn sets anew is an argument all the same: its memory is given back as the result's.
+    return jit(turn, donate_argnums=1, keep_unused=True)
 
 
 def trace(one: Slice) -> dict[str, Any]:
@@ -202,6 +204,7 @@ def _check(one: Slice, out: Any) -> None:
         if not bool(jnp.isfinite(out.streams).all()):
             raise ArithmeticError("layer slice: a stream is not finite")
         return
+    out = packing.unpack(out)
     if bool(out.failed.any()):
         raise ArithmeticError("rank slice: a row has no valid distribution")
     fed = int(out.verified.sum())

@@ -37,7 +37,7 @@ from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
 from deepinfer_jax.runtime import prefill as prefill_program
-from deepinfer_jax.runtime import sampling_state, step
+from deepinfer_jax.runtime import packing, sampling_state, step
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, look_back, reach
 from deepinfer_jax.schedule import LayerPlan
@@ -285,7 +285,8 @@ def _decode(
             last=again[:, 0],
             drafts=again[:, 1:],
         )
-        return step.decode_step(setup, options, rows.count, weights, state, pool, inputs)
+        state, output = step.decode_step(setup, options, rows.count, weights, state, pool, inputs)
+        return state, packing.pack(output)
 
     return turn, (given, again)
 
@@ -318,9 +319,10 @@ def _prefill(
     tail = min(cfg.replay_keep, rows.width) if compact else rows.width
 
     def turn(weights: Weights, state: states.State, pool: Any, given: Any) -> Any:
-        return prefill_program.prefill_chunk(
+        state, output = prefill_program.prefill_chunk(
             setup, options, tail, False, weights, state, pool, given
         )
+        return state, packing.pack(output)
 
     return turn, given
 

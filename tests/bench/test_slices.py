@@ -15,6 +15,7 @@ from deepinfer_jax import cli, shipped
 from deepinfer_jax.bench import counts, drawn, measure, plots, slices, sweeps, values
 from deepinfer_jax.bench.counts import Rows
 from deepinfer_jax.config import ModelConfig, Numerics
+from deepinfer_jax.runtime import packing
 from deepinfer_jax.spec import Param
 from tests.runtime import small_model
 
@@ -188,16 +189,20 @@ def test_a_turn_that_computes_less_than_asked_is_an_error() -> None:
     one = slices.rank(RELEASED, 64, Numerics(), "decode", Rows(2, 3, 125))
     failed = np.zeros(2, np.bool_)
 
+    @jax.tree_util.register_dataclass
     @dataclasses.dataclass
     class Output:
         verified: np.ndarray
         failed: np.ndarray
 
-    measure._check(one, Output(np.array([2, 2]), failed))
+    def check(verified: list[int], failed: np.ndarray) -> None:
+        measure._check(one, packing.pack(Output(np.array(verified, np.int32), failed)))
+
+    check([2, 2], failed)
     with pytest.raises(ArithmeticError, match="3 draft rows were fed, asked for 4"):
-        measure._check(one, Output(np.array([2, 1]), failed))
+        check([2, 1], failed)
     with pytest.raises(ArithmeticError, match="no valid distribution"):
-        measure._check(one, Output(np.array([2, 2]), ~failed))
+        check([2, 2], ~failed)
 
 
 @pytest.mark.parametrize("side", [10, 300], ids=["by the host", "on the device"])
