@@ -36,8 +36,8 @@ from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
-from deepinfer_jax.runtime import prefill as prefill_program
 from deepinfer_jax.runtime import packing, sampling_state, step
+from deepinfer_jax.runtime import prefill as prefill_program
 from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.step_types import DecodeInput, Options, PrefillInput, look_back, reach
 from deepinfer_jax.schedule import LayerPlan
