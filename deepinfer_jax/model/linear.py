@@ -15,33 +15,74 @@ from deepinfer_jax.spec import Leaf, Quantized
 from pallas_kernels import formats, quantise, row_matmul
 
 
-@shared("setup", "dtype")
+@shared("setup", "dtype", "rounded")
 def linear(
-    setup: Setup, x: Float[Array, "rows k"], weight: Leaf, *, dtype: jnp.dtype | None = None
+    setup: Setup,
+    x: Float[Array, "rows k"],
+    weight: Leaf,
+    *,
+    dtype: jnp.dtype | None = None,
+    rounded: bool = False,
 ) -> Float[Array, "rows n"]:
-    """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`."""
-    quantized = isinstance(weight, Quantized)
-    if quantized and setup.numerics.act_quant:
+    """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`; `rounded`: x has
+    been through e4m3 where the weight wants that."""
+    if rounds_input(setup, weight) and not rounded:
         x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
     return row_matmul.matmul(
         x,
-        weight.values if quantized else weight.astype(x.dtype),
-        weight.scales if quantized else None,
+        *_stored(weight, x.dtype),
         out_dtype=x.dtype if dtype is None else dtype,
         invariant=setup.numerics.invariant,
         implementation=setup.kernels["row_matmul"],
     )
 
 
+@shared("setup")
+def linear_parts(
+    setup: Setup, x: Float[Array, "rows k"], weights: tuple[Leaf, ...]
+) -> list[Float[Array, "parts rows n"]]:
+    """`linear` with several weights of one kind, each before the sum over its parts of K
+    (row_matmul.partial_products)."""
+    if rounds_input(setup, weights[0]):
+        x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
+    return [
+        row_matmul.partial_products(
+            x,
+            *_stored(weight, x.dtype),
+            out_dtype=x.dtype,
+            invariant=setup.numerics.invariant,
+            implementation=setup.kernels["row_matmul"],
+        )
+        for weight in weights
+    ]
+
+
 def linear_total(
-    setup: Setup, x: Float[Array, "rows k"], weight: Leaf, logical: str
+    setup: Setup,
+    x: Float[Array, "rows k"],
+    weight: Leaf,
+    logical: str,
+    *,
+    rounded: bool = False,
 ) -> Float[Array, "rows n"]:
     """`linear` whose contraction may be sharded: `logical` is the weight's column axis. Partial
     sums are added in float32 before the one rounding."""
     if not setup.layout.mesh_axes(logical):
-        return linear(setup, x, weight)
-    partial = linear(setup, x, weight, dtype=jnp.dtype(jnp.float32))
+        return linear(setup, x, weight, rounded=rounded)
+    partial = linear(setup, x, weight, dtype=jnp.dtype(jnp.float32), rounded=rounded)
     return parallel.total(partial, setup.layout, logical).astype(x.dtype)
+
+
+def rounds_input(setup: Setup, weight: Leaf) -> bool:
+    """Whether products with the weight take their rows through e4m3."""
+    return isinstance(weight, Quantized) and setup.numerics.act_quant
+
+
+def _stored(weight: Leaf, dtype: jnp.dtype) -> tuple[Array, Array | None]:
+    """(numbers, scales or None) of a weight; numbers without scales in `dtype`."""
+    if isinstance(weight, Quantized):
+        return weight.values, weight.scales
+    return weight.astype(dtype), None
 
 
 def dequantise(weight: Leaf, dtype: jnp.dtype) -> Float[Array, "*lead n k"]:

@@ -22,10 +22,10 @@ from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import dispatch
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
-from deepinfer_jax.model.linear import linear, linear_total
+from deepinfer_jax.model.linear import linear_parts, linear_total, rounds_input
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
-from pallas_kernels import formats, grouped_gemm, router, row_matmul
+from pallas_kernels import formats, grouped_gemm, quantise, router, row_matmul
 
 SUM_EPS = 1e-20  # of the routing weights; a constant of its own, not the norm's epsilon
 
@@ -203,11 +203,16 @@ def shared_expert(
 ) -> Float[Array, "rows d"]:
     """The expert every row goes through."""
     with jax.named_scope("shared_expert"):
-        limit = jnp.float32(setup.cfg.swiglu_limit)
-        gate = linear(setup, x, weights.shared_w1).astype(jnp.float32)
-        up = linear(setup, x, weights.shared_w3).astype(jnp.float32)
-        hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-        return linear_total(setup, hidden.astype(x.dtype), weights.shared_w2, "ffn")
+        gate, up = linear_parts(setup, x, (weights.shared_w1, weights.shared_w3))
+        hidden = quantise.swiglu(
+            gate,
+            up,
+            limit=setup.cfg.swiglu_limit,
+            dtype=x.dtype,
+            act_quant=rounds_input(setup, weights.shared_w2),
+            implementation=setup.kernels["quantise"],
+        )
+        return linear_total(setup, hidden, weights.shared_w2, "ffn", rounded=True)
 
 
 def _parts(weight: Leaf) -> tuple[Leaf, Leaf | None]:

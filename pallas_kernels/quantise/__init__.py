@@ -8,6 +8,7 @@ channels are maxima. The reference is the plain formula, which XLA runs on a GPU
 launches; the kernel is one.
 """
 
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from pallas_kernels import Implementation, call
@@ -30,3 +31,31 @@ def round_trip(
         NotImplementedError: the named implementation declines this case.
     """
     return call("quantise", "round_trip", IMPLEMENTATIONS, implementation, (x,), {})
+
+
+def swiglu(
+    gate: Float[Array, "parts rows n"],
+    up: Float[Array, "parts rows n"],
+    *,
+    limit: float,
+    dtype: DTypeLike,
+    act_quant: bool,
+    implementation: str = "auto",
+) -> Float[Array, "rows n"]:
+    """silu(min(gate, limit)) * clamp(up, +-limit) in float32, in `dtype`, rounded for a product.
+
+    Args:
+        gate, up: products as row_matmul.partial_products gives them, added in order and brought to
+            `dtype` before anything else.
+        limit: positive.
+        dtype: bf16 or f32.
+        act_quant: whether the result goes through `round_trip`.
+
+    Implementations differ by their exponential: where the rounding to bf16 or to e4m3 is close to a
+    tie, one may take the other neighbour.
+
+    Raises:
+        NotImplementedError: the named implementation declines this case.
+    """
+    options = dict(limit=limit, dtype=dtype, act_quant=act_quant)
+    return call("quantise", "swiglu", IMPLEMENTATIONS, implementation, (gate, up), options)

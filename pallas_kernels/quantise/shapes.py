@@ -1,5 +1,6 @@
 """Named cases of the activations' way through e4m3: small ones, and the released widths (the
-model's, an expert's, the query's low rank, the attention output's) at several row counts."""
+model's, an expert's, the query's low rank, the attention output's) at several row counts; SwiGLU of
+the shared expert with as many parts of K as its products have at these row counts."""
 
 import functools
 
@@ -37,6 +38,47 @@ def case(
     )
 
 
+SWIGLU_TOLERANCE = 1e-3
+"""Relative error of swiglu (Frobenius norm) against another exponential: at most one value in some
+ten thousand is rounded to the neighbour, 1 / 16 to 1 / 8 away."""
+
+
+def _products(rng: np.random.Generator, parts: int, rows: int, n: int, dtype: str) -> tuple:
+    """Gate and up around the bound of SwiGLU and far below it."""
+    shape = (2, parts, rows, n)
+    x = rng.standard_normal(shape, dtype=np.float32) * np.exp2(rng.integers(-8, 4, (rows, 1)))
+    return tuple((x / np.sqrt(parts)).astype(DTYPES[dtype]))
+
+
+def swiglu(
+    name: str,
+    parts: int,
+    rows: int,
+    n: int,
+    dtype: str = "f32",
+    *,
+    out: str = "bf16",
+    act_quant: bool = True,
+    tags: tuple[str, ...] = ("test",),
+) -> Case:
+    """One case of SwiGLU with `parts` of K in `dtype`."""
+    shape = jax.ShapeDtypeStruct((parts, rows, n), jnp.dtype(DTYPES[dtype]))
+    item = np.dtype(DTYPES[dtype]).itemsize
+    return Case(
+        name=name,
+        function="swiglu",
+        build=functools.partial(_products, parts=parts, rows=rows, n=n, dtype=dtype),
+        shapes=lambda: (shape, shape),
+        small=lambda _: (None, None),
+        options=(("act_quant", act_quant), ("dtype", np.dtype(DTYPES[out])), ("limit", 10.0)),
+        bytes=rows * n * (2 * parts * item + np.dtype(DTYPES[out]).itemsize),
+        tags=frozenset(tags),
+        tolerance=SWIGLU_TOLERANCE,
+        instructions=(),
+        registers=64 if parts == 1 else 255,
+    )
+
+
 CASES: tuple[Case, ...] = (
     case("one_row", 1, 128),
     case("odd_rows", 37, 384),
@@ -46,5 +88,18 @@ CASES: tuple[Case, ...] = (
         case(f"rows_{rows}_{k}", rows, k, tags=("aot", "bench"))
         for rows in (16, 384, 1536, 16384)
         for k in (1280, 2304, 5120, 8192)
+    ),
+    swiglu("swiglu_one_row", 1, 1, 32, "bf16"),
+    swiglu("swiglu_parts", 3, 37, 160),
+    swiglu("swiglu_f32", 1, 5, 64, out="f32"),
+    swiglu("swiglu_plain", 2, 5, 40, act_quant=False),
+    *(
+        swiglu(f"swiglu_{rows}_{parts}", parts, rows, 2304, dtype, tags=("aot", "bench"))
+        for rows, parts, dtype in (
+            (16, 10, "f32"),
+            (384, 2, "f32"),
+            (1536, 1, "bf16"),
+            (16384, 1, "bf16"),
+        )
     ),
 )

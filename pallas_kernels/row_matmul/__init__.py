@@ -57,14 +57,16 @@ def partial_products(
     w: Shaped[Array, "n k"],
     scales: Shaped[Array, "nb kb"] | None = None,
     *,
+    out_dtype: DTypeLike = "float32",
     invariant: bool = False,
     implementation: str = "auto",
 ) -> Float[Array, "parts rows n"]:
-    """`matmul` before its sum: float32 products of parts of K, for a kernel that adds them itself.
+    """`matmul` before its sum: products of parts of K, for a kernel that adds them itself.
 
     The product is ((part 0 + part 1) + part 2) + ...; how many parts there are is the
-    implementation's choice. Arguments are those of `matmul`: with `invariant` neither their number
-    nor the bits of a row depend on how many rows there are.
+    implementation's choice. Several are float32, a single one is of `out_dtype`. Arguments are
+    those of `matmul`: with `invariant` neither the number of parts nor the bits of a row depend on
+    how many rows there are.
 
     Raises:
         ValueError: scales of another shape than the weight needs.
@@ -77,7 +79,7 @@ def partial_products(
         IMPLEMENTATIONS,
         implementation,
         (x, w, scales),
-        dict(invariant=invariant),
+        dict(out_dtype=out_dtype, invariant=invariant),
     )
 
 

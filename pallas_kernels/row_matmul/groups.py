@@ -35,7 +35,8 @@ def one_part(
     w: Shaped[Array, "n k"],
     scales: Shaped[Array, "nb kb"] | None = None,
     *,
+    out_dtype: DTypeLike,
     invariant: bool,
 ) -> Float[Array, "parts rows n"]:
-    """`matmul` in float32 as the only part."""
-    return matmul(x, w, scales, out_dtype=jnp.float32, invariant=invariant)[None]
+    """`matmul` as the only part."""
+    return matmul(x, w, scales, out_dtype=out_dtype, invariant=invariant)[None]

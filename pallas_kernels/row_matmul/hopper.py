@@ -60,12 +60,13 @@ def partial_products(
     w: Shaped[Array, "n k"],
     scales: Shaped[Array, "nb kb"] | None = None,
     *,
+    out_dtype: DTypeLike = "float32",
     invariant: bool = False,
     cut: tuple[int, Plan] | None = None,
 ) -> Float[Array, "parts rows n"]:
     """See pallas_kernels.row_matmul.partial_products; `cut` as for `matmul`."""
-    check(x, w, jnp.float32)
-    return _parts(x, w, scales, jnp.float32, invariant, cut)
+    check(x, w, out_dtype)
+    return _parts(x, w, scales, out_dtype, invariant, cut)
 
 
 def _in_order(parts: Float[Array, "parts ..."]) -> Float[Array, "..."]:

@@ -14,6 +14,18 @@ import ml_dtypes
 import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 
+from tests.pallas.words import (
+    as_float,
+    compare,
+    e4m3_pair,
+    f16_pair,
+    halves,
+    join,
+    permute,
+    power,
+    times,
+)
+
 THREADS = 128
 BF16 = ml_dtypes.bfloat16
 
@@ -132,42 +144,6 @@ class Machine:
                     bytes_[lanes[thread]] = word[thread, :width]
 
 
-def halves(word) -> tuple[np.ndarray, np.ndarray]:
-    """The two bfloat16 of a word in float32, low half first."""
-    pair = np.ascontiguousarray(word.astype(np.uint32)).view(BF16).astype(np.float32)
-    return pair[0::2], pair[1::2]
-
-
-def join(low, high) -> np.ndarray:
-    """Two float32 arrays rounded to bfloat16 pairs."""
-    return np.stack([low, high], -1).astype(BF16).view(np.uint32)[:, 0]
-
-
-def compare(op: str, a, b) -> np.ndarray:
-    """The comparison named in an opcode."""
-    if ".s32" in op:
-        a, b = (x.astype(np.uint32).view(np.int32) for x in (a, b))
-    name = re.search(r"\.(ge|gt|lt|le|eq|ne)", op).group(1)
-    return {
-        "ge": np.greater_equal,
-        "gt": np.greater,
-        "lt": np.less,
-        "le": np.less_equal,
-        "eq": np.equal,
-        "ne": np.not_equal,
-    }[name](a, b)
-
-
-def permute(a, b, selector) -> np.ndarray:
-    """prmt: bytes 0..3 of a and 4..7 of b."""
-    source = np.stack([a, b], -1).astype(np.uint32).view(np.uint8)
-    out = np.zeros((THREADS, 4), np.uint8)
-    for i in range(4):
-        pick = (selector >> (4 * i)) & 7
-        out[:, i] = source[np.arange(THREADS), pick]
-    return out.view(np.uint32)[:, 0]
-
-
 def shuffle(op: str, operands: list, registers: dict, machine: Machine) -> dict:
     """shfl within warps: bfly, or up with a predicate of whether the lane exists."""
     lane = np.arange(THREADS) % 32
@@ -221,6 +197,11 @@ def compute(op: str, v: list):
         "sub.u32": lambda: v[0] - v[1],
         "mul.rn.f32": lambda: times(as_float(v[0]), as_float(v[1])).view(np.uint32),
         "add.f32": lambda: as_float(v[0]) + as_float(v[1]),
+        "add.rn.f32": lambda: (as_float(v[0]) + as_float(v[1])).view(np.uint32),
+        "min.NaN.f32": lambda: np.minimum(*map(as_float, v)).view(np.uint32),
+        "max.NaN.f32": lambda: np.maximum(*map(as_float, v)).view(np.uint32),
+        "ex2.approx.ftz.f32": lambda: power(as_float(v[0])).view(np.uint32),
+        "rcp.approx.ftz.f32": lambda: (1 / as_float(v[0])).view(np.uint32),
         "prmt.b32": lambda: permute(*v),
         "cvt.rzi.s32.f32": lambda: as_float(v[0]).astype(np.int32).view(np.uint32),
         "cvt.u32.u16": lambda: v[0] & np.uint32(0xFFFF),
@@ -234,29 +215,6 @@ def compute(op: str, v: list):
     }
     out = table[op]()
     return out.view(np.uint32) if op == "mov.b32" else out
-
-
-@np.errstate(over="ignore", invalid="ignore")
-def times(a, b) -> np.ndarray:
-    """The product, with what IEEE has for infinities and overflow."""
-    return a * b
-
-
-def e4m3_pair(low, high) -> np.ndarray:
-    """Two float32 arrays, limited to the format's range, as e4m3 in the low half of a word."""
-    pair = np.clip(np.stack([low, high], -1), -448, 448).astype(ml_dtypes.float8_e4m3fn)
-    return pair.view(np.uint16)[:, 0].astype(np.uint32)
-
-
-def f16_pair(word) -> np.ndarray:
-    """The two e4m3 in the low half of a word as float16."""
-    pair = word.astype(np.uint16).view(ml_dtypes.float8_e4m3fn).reshape(-1, 2)
-    return pair.astype(np.float16).view(np.uint32)[:, 0]
-
-
-def as_float(x) -> np.ndarray:
-    """A register read as float32."""
-    return x.view(np.float32) if x.dtype == np.uint32 else x.astype(np.float32)
 
 
 def _cmp(kind, a, b):

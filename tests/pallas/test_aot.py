@@ -73,9 +73,22 @@ def test_tensor_core_instructions(compiled):
 
 
 def test_rows_are_quantised_sixteen_bytes_at_a_time(compiled):
-    found = [k["opcodes"] for x in compiled if x["op"] == "quantise" for k in x.get("kernels", [])]
+    rows = [x for x in compiled if x["op"] == "quantise" and x["case"].startswith("rows_")]
+    found = [kernel["opcodes"] for x in rows for kernel in x.get("kernels", [])]
     per_thread = {(code["LDG"], code["STG"]) for code in found}  # of 64 bytes
     assert per_thread == {(4, 4)}
+
+
+def test_swiglu_loads_sixteen_bytes_at_a_time(compiled):
+    """Of both products: 8 channels a thread, in bf16 or as two pieces of float32 a part."""
+    lines = [x for x in compiled if x["case"].startswith("swiglu_") and "kernels" in x]
+    assert lines
+    for line in lines:
+        parts, dtype = case_of(line).abstract()[0].shape[0], case_of(line).abstract()[0].dtype
+        wanted = 2 * parts * (dtype.itemsize // 2)
+        assert [(k["opcodes"]["LDG"], k["opcodes"]["STG"]) for k in line["kernels"]] == [
+            (wanted, 1)
+        ]
 
 
 def test_streams_are_updated_sixteen_bytes_at_a_time(compiled):

@@ -35,8 +35,12 @@ def reference(x):
     return call(jnp.asarray(x))
 
 
+def small(function):
+    return [c for c in tagged(shapes.CASES, "test") if c.function == function]
+
+
 @pytest.mark.parametrize("implementation", NAMES)
-@pytest.mark.parametrize("case", tagged(shapes.CASES, "test"), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", small("round_trip"), ids=lambda case: case.name)
 def test_bits_of_the_reference(case, implementation):
     (x,) = case.build(np.random.default_rng())
     call = functools.partial(quantise.round_trip, implementation=implementation)

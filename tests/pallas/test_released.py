@@ -22,6 +22,7 @@ from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
 from pallas_kernels.row_matmul.shapes import RELEASED, WO_A
 from tests.pallas.test_index_topk import block_of, check_selection, scored
 from tests.pallas.test_quantise import check_bits, special
+from tests.pallas.test_swiglu import check_near
 
 pytestmark = pytest.mark.gpu
 
@@ -34,9 +35,10 @@ POISON = 2**30
 """Bytes of memory that are poisoned between two runs, at least one result's."""
 
 
-def released(op):
-    found = importlib.import_module(f"pallas_kernels.{op}.shapes").CASES
-    return [pytest.param(op, case, id=f"{op}-{case.name}") for case in tagged(found, "bench")]
+def released(op, *functions):
+    found = tagged(importlib.import_module(f"pallas_kernels.{op}.shapes").CASES, "bench")
+    found = [case for case in found if not functions or case.function in functions]
+    return [pytest.param(op, case, id=f"{op}-{case.name}") for case in found]
 
 
 def fresh(case):
@@ -137,7 +139,7 @@ def test_hyper_connections(op, case):
         np.testing.assert_array_equal(result, whole[-3:])
 
 
-@pytest.mark.parametrize(("op", "case"), released("quantise"))
+@pytest.mark.parametrize(("op", "case"), released("quantise", "round_trip"))
 def test_quantise(op, case):
     (x,) = fresh(case)
     x *= jnp.exp2(jnp.arange(len(x)) % 48 - 24).astype(x.dtype)[:, None]
@@ -151,8 +153,17 @@ def test_quantise(op, case):
     check_bits(gathered, order.reshape(gathered.shape))
 
 
+@pytest.mark.parametrize(("op", "case"), released("quantise", "swiglu"))
+def test_swiglu(op, case):
+    """Near the reference, and a row's bits whatever rows are with it."""
+    gate, up = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    check_near(got, np.asarray(reference(op, case, gate, up)))
+    check_bits(compiled(op, case)(gate[:, -3:], up[:, -3:]), got[-3:])
+
+
 def test_quantise_at_values_of_every_size():
-    (op, case), x = released("quantise")[0].values, special(256)
+    (op, case), x = released("quantise", "round_trip")[0].values, special(256)
     check_bits(compiled(op, case)(x), reference(op, case, jnp.asarray(x)))
 
 
