@@ -30,6 +30,7 @@ from deepinfer_jax.model.norm import rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
+from pallas_kernels import router
 
 LOW = -1e30
 
@@ -171,7 +172,7 @@ def experts(
     _, best = jax.lax.top_k(jax.lax.stop_gradient(score) + weights.bias[None], taken)
     mask = jnp.sum(jax.nn.one_hot(best, count), axis=1)
     kept = score * mask
-    share = kept / (jnp.sum(kept, axis=-1, keepdims=True) + jnp.float32(moe.SUM_EPS))
+    share = kept / (jnp.sum(kept, axis=-1, keepdims=True) + jnp.float32(router.SUM_EPS))
     share = share * jnp.float32(cfg.routed_scaling_factor)
     both = (x @ weights.w13.reshape(-1, width).T).reshape(-1, count, 2, inner)
     limit = jnp.float32(cfg.swiglu_limit)

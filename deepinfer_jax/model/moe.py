@@ -10,9 +10,6 @@ added.
 Rows are sorted by expert and multiplied group by group with the weights as stored.
 """
 
-import functools
-import operator
-
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -26,8 +23,6 @@ from deepinfer_jax.model.linear import linear_parts, linear_total, rounds_input
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
 from pallas_kernels import formats, grouped_gemm, quantise, router, row_matmul
-
-SUM_EPS = 1e-20  # of the routing weights; a constant of its own, not the norm's epsilon
 
 
 @flax.struct.dataclass
@@ -110,25 +105,20 @@ def route(
     are computed from the router's scores in either case.
     """
     with jax.named_scope("router"):
-        logits = row_matmul.matmul(
+        parts = row_matmul.partial_products(
             x,
             weights.gate,
-            out_dtype=jnp.float32,
             invariant=setup.numerics.invariant,
             implementation=setup.kernels["row_matmul"],
         )
-        score = jnp.sqrt(jax.nn.softplus(logits))
-        chosen, taken = router.choose(
-            score,
+        return router.route(
+            parts,
             weights.bias,
             routes,
             k=experts_per_token,
+            scale=setup.cfg.routed_scaling_factor,
             implementation=setup.kernels["router"],
         )
-        # Column by column, so that a GPU adds and divides where the weights are used.
-        columns = [taken[:, slot : slot + 1] for slot in range(experts_per_token)]
-        total = functools.reduce(operator.add, columns) + jnp.float32(SUM_EPS)
-        return chosen, taken / total * jnp.float32(setup.cfg.routed_scaling_factor)
 
 
 @shared("setup")

@@ -1,5 +1,5 @@
-"""Named cases of the router's choice: ties, forced rows and odd numbers, and six of the released
-384 experts."""
+"""Named cases of the router: ties, forced rows and odd numbers, and six of the released 384
+experts, whose product comes in four parts at few rows."""
 
 import functools
 from typing import Any
@@ -10,22 +10,27 @@ import numpy as np
 
 from pallas_kernels.cases import Case
 
+SCALE = 2.5
 
-def _inputs(rng: np.random.Generator, rows: int, experts: int, k: int, kind: str) -> tuple:
-    score = np.sqrt(np.log1p(np.exp(rng.standard_normal((rows, experts), dtype=np.float32))))
+
+def _inputs(
+    rng: np.random.Generator, count: int, rows: int, experts: int, k: int, kind: str
+) -> tuple:
+    parts = 2 * rng.standard_normal((count, rows, experts), dtype=np.float32)
     bias = 0.1 * rng.standard_normal(experts, dtype=np.float32)
-    if kind == "ties":  # few different sums, negative ones and both zeros among them
-        score = rng.integers(0, 3, (rows, experts)).astype(np.float32)
-        bias = -rng.integers(0, 3, experts).astype(np.float32)
+    if kind == "ties":  # few different sums, and large ones of both signs
+        parts = rng.integers(-9, 9, parts.shape).astype(np.float32)
+        bias[:] = 0
     if kind == "special":
-        odd = np.array([np.nan, np.inf, -np.inf, -1.0, -0.0, 0.0, 1e-40], np.float32)
-        score = np.where(rng.random(score.shape) < 0.3, rng.choice(odd, score.shape), score)
+        odd = np.array([np.nan, np.inf, -np.inf, -100.0, -0.0, 0.0, 1e-40], np.float32)
+        parts[0] = np.where(rng.random(parts[0].shape) < 0.3, rng.choice(odd, parts[0].shape), 1)
+        parts[1:] = 0
         bias[:] = 0
     if kind != "given":
-        return score, bias, None
+        return parts, bias, None
     routes = np.stack([rng.permutation(experts)[:k] for _ in range(rows)]).astype(np.int32)
     routes[rng.random(rows) < 0.4] = -1
-    return score, bias, routes
+    return parts, bias, routes
 
 
 def case(
@@ -34,37 +39,42 @@ def case(
     experts: int = 384,
     k: int = 6,
     kind: str = "plain",
+    count: int = 1,
     tags: tuple[str, ...] = ("test",),
 ) -> Case:
     """One case."""
 
     def shapes() -> tuple[Any, ...]:
         routes = jax.ShapeDtypeStruct((rows, k), jnp.int32) if kind == "given" else None
-        wide = jax.ShapeDtypeStruct((rows, experts), jnp.float32)
+        wide = jax.ShapeDtypeStruct((count, rows, experts), jnp.float32)
         return wide, jax.ShapeDtypeStruct((experts,), jnp.float32), routes
 
     return Case(
         name=name,
-        function="choose",
-        build=functools.partial(_inputs, rows=rows, experts=experts, k=k, kind=kind),
+        function="route",
+        build=functools.partial(_inputs, count=count, rows=rows, experts=experts, k=k, kind=kind),
         shapes=shapes,
-        options=(("k", k),),
+        options=(("k", k), ("scale", SCALE)),
         flops=rows * experts,
-        bytes=4 * rows * (experts + 2 * k),
+        bytes=4 * rows * (count * experts + 2 * k),
         tags=frozenset(tags),
-        tolerance=0.0,
+        tolerance=1e-6,
         instructions=(),
     )
 
 
+GPU = ("aot", "bench")
+
 CASES: tuple[Case, ...] = (
     *(case(f"released_{kind}", 9, kind=kind) for kind in ("plain", "ties", "special", "given")),
+    *(case(f"parts_{kind}", 9, kind=kind, count=4) for kind in ("plain", "ties", "given")),
     case("one_row", 1, 32, 1),
     case("every_expert", 6, 7, 7, "ties"),
-    case("odd_number", 5, 50, 3, "given"),
+    case("odd_number", 5, 50, 3, "given", count=3),
     case("most", 4, 1000, 16),
-    *(case(f"rows_{rows}", rows, tags=("aot", "bench")) for rows in (16, 384, 1536, 65536)),
-    *(case(f"rows_{n}_given", n, kind="given", tags=("aot", "bench")) for n in (16, 4096)),
-    case("rows_384_ties", 384, kind="ties", tags=("aot", "bench")),
+    *(case(f"rows_{rows}", rows, count=4, tags=GPU) for rows in (16, 384, 1536)),
+    case("rows_65536", 65536, tags=GPU),
+    *(case(f"rows_{n}_given", n, kind="given", count=4, tags=GPU) for n in (16, 4096)),
+    case("rows_384_ties", 384, kind="ties", tags=GPU),
     case("rows_384_special", 384, kind="special", tags=("bench",)),
 )

@@ -1,10 +1,17 @@
 """Per-thread code of the router's kernel.
 
-A lane keeps every 32nd score of its warp's row as an integer in the same order as the float (the
-sign bit kept, the others of a negative one turned over). A round finds the largest, the lowest id
-that has it, and takes it out.
+A lane adds the parts of every 32nd logit of its warp's row, and keeps each biased score as an
+integer in the same order as the float (the sign bit kept, the others of a negative one turned
+over). A round finds the largest, the lowest id that has it, and takes it out. Then lane i computes
+the score of expert i of the row again, from the same numbers in the same order.
+
+Softplus is max(x, 0) + log1p(u), u = exp(-|x|). ex2.approx gives u within 2 ulp and what rounding
+|x| log2(e) costs, |x| 2^-24; log1p(u) = 2 artanh(u / (2 + u)) is a series in numbers up to 1/3
+whose rest is below 2^-25, so small u lose nothing. Division and square root of the weights round
+as IEEE has it. A score is within 2^-22 + |min(x, 0)| 2^-24 of its value, relative.
 """
 
+import struct
 from typing import Any
 
 from jax.experimental.pallas import mosaic_gpu
@@ -12,11 +19,31 @@ from jaxlib.mlir.dialects import arith
 
 from pallas_kernels import ptx as t
 from pallas_kernels.ptx import c, equal, less, ptx
+from pallas_kernels.router import SUM_EPS
 
 plgpu: Any = mosaic_gpu  # its decorators are beyond the type checker
 
 LEAST, NONE = -(2**31), 2**31 - 1
-ADD = "{ .reg .f32 a, b; mov.b32 a, $1; mov.b32 b, $2; add.f32 a, a, b; mov.b32 $0, a; }"  # rounded
+ADD = "add.rn.f32 $0, $1, $2;"
+
+
+def _float(x: float) -> str:
+    """A float32 as PTX writes it."""
+    return "0f" + struct.pack(">f", x).hex().upper()
+
+
+def _score(x):
+    """sqrt(softplus(x)) of a word; NaN stays NaN."""
+    series = "".join(f" fma.rn.f32 p, p, q, {_float(1 / n)};" for n in (11, 9, 7, 5, 3))
+    text = (
+        "{ .reg .b32 a, s, q, p;"
+        f" abs.f32 a, $1; mul.rn.f32 a, a, {_float(-1.4426950408889634)};"
+        f" ex2.approx.f32 a, a; add.rn.f32 s, a, {_float(2.0)}; div.full.f32 s, a, s;"
+        f" mul.rn.f32 q, s, s; mov.b32 p, {_float(1 / 13)};{series}"
+        " add.rn.f32 s, s, s; mul.rn.f32 q, q, s; fma.rn.f32 s, q, p, s;"
+        f" max.f32 a, $1, {_float(0.0)}; add.rn.f32 s, a, s; sqrt.rn.f32 $0, s; }}"
+    )
+    return ptx(text, x)
 
 
 def _lowest(a, b):
@@ -32,14 +59,22 @@ def _of_warp(kind: str, value):
     return ptx(f"redux.sync.{kind}.s32 $0, $1, 0xffffffff;", value, effects=True)
 
 
-def choose(block, score, bias, chosen, taken, *routes, rows: int, experts: int, k: int):
-    """The rows 4 block .. 4 block + 3: score [rows experts], bias [experts], routes [rows k] if
-    given; chosen and taken [rows k]."""
+def _of_lane(value, lane: int):
+    """The word of one lane of a warp, for each of them."""
+    return ptx(f"shfl.sync.idx.b32 $0, $1, {lane}, 31, 0xffffffff;", value, effects=True)
+
+
+def route(
+    block, parts, bias, chosen, weight, *routes,
+    count: int, rows: int, experts: int, k: int, scale: float,
+):  # fmt: skip
+    """The rows 4 block .. 4 block + 3: parts [count rows experts], bias [experts], routes [rows k]
+    if given; chosen and weight [rows k]."""
 
     @plgpu.inline_mgpu(arg_types=(t.SCALAR, *(plgpu.RefType(),) * (4 + len(routes))))
-    def run(ctx, block, score, bias, chosen, taken, *routes):
+    def run(ctx, block, parts, bias, chosen, weight, *routes):
         del ctx
-        score, bias = t.address(score), t.address(bias)
+        parts, bias = t.address(parts), t.address(bias)
         thread = t.thread()
         lane, warp = arith.andi(thread, c(31)), arith.shrui(thread, c(5))
         row = arith.addi(arith.shli(t.number(block), c(2)), warp)
@@ -48,13 +83,24 @@ def choose(block, score, bias, chosen, taken, *routes, rows: int, experts: int, 
         first, base = arith.muli(row, c(k)), arith.muli(row, c(experts))
         ids = [arith.addi(lane, c(32 * i)) for i in range(-(-experts // 32))]
         inside = [less(number, c(experts)) for number in ids]
-        loaded = []
-        for number, here in zip(ids, inside, strict=True):
-            loaded.append(t.load_where(here, arith.addi(base, number), score))
+
+        def loaded(here, number):
+            """One logit's parts."""
+            at = arith.addi(base, number)
+            places = [arith.addi(at, c(part * rows * experts)) for part in range(count)]
+            return [t.load_where(here, place, parts) for place in places]
+
+        def score(words):
+            total = words[0]
+            for word in words[1:]:
+                total = ptx(ADD, total, word)
+            return _score(total)
+
+        found = [loaded(here, number) for number, here in zip(ids, inside, strict=True)]
         values = []
-        for number, here, value in zip(ids, inside, loaded, strict=True):
+        for number, here, words in zip(ids, inside, found, strict=True):
             more = t.load_where(here, number, bias)
-            bits = ptx(ADD, value, more)
+            bits = ptx(ADD, score(words), more)
             turned = arith.andi(arith.shrsi(bits, c(31)), c(NONE))
             values.append(arith.select(here, arith.xori(bits, turned), c(LEAST)))
         best = []
@@ -79,12 +125,20 @@ def choose(block, score, bias, chosen, taken, *routes, rows: int, experts: int, 
         mine = best[0]
         for i in range(1, k):
             mine = arith.select(equal(lane, c(i)), best[i], mine)
-        found = t.load_if("b32", arith.addi(base, mine), 4, score)
+        own = score(loaded(less(lane, c(k)), mine))
+        total = _of_lane(own, 0)
+        for i in range(1, k):
+            total = ptx(ADD, total, _of_lane(own, i))
+        text = (
+            f"{{ .reg .b32 a; add.rn.f32 a, $2, {_float(SUM_EPS)}; div.rn.f32 a, $1, a;"
+            f" mul.rn.f32 $0, a, {_float(scale)}; }}"
+        )
+        scaled = ptx(text, own, total)
         to, write = arith.addi(first, lane), arith.andi(real, less(lane, c(k)))
-        for ref, word in ((chosen, mine), (taken, found)):
+        for ref, word in ((chosen, mine), (weight, scaled)):
             t.store_word(to, t.address(ref), word, write)
 
-    run(block, score, bias, chosen, taken, *routes)
+    run(block, parts, bias, chosen, weight, *routes)
 
 
 def _ascend(values: list) -> None:
