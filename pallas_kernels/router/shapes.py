@@ -1,5 +1,5 @@
 """Named cases of the router: ties, forced rows and odd numbers, and six of the released 384
-experts, whose product comes in four parts at few rows."""
+experts, whose product comes in ten parts at few rows."""
 
 import functools
 from typing import Any
@@ -64,6 +64,8 @@ def case(
 
 
 GPU = ("aot", "bench")
+PARTS = {16: 10, 384: 8, 1536: 4, 65536: 1}
+"""Rows of the released router -> parts of its product on an H200."""
 
 CASES: tuple[Case, ...] = (
     *(case(f"released_{kind}", 9, kind=kind) for kind in ("plain", "ties", "special", "given")),
@@ -72,9 +74,10 @@ CASES: tuple[Case, ...] = (
     case("every_expert", 6, 7, 7, "ties"),
     case("odd_number", 5, 50, 3, "given", count=3),
     case("most", 4, 1000, 16),
-    *(case(f"rows_{rows}", rows, count=4, tags=GPU) for rows in (16, 384, 1536)),
-    case("rows_65536", 65536, tags=GPU),
-    *(case(f"rows_{n}_given", n, kind="given", count=4, tags=GPU) for n in (16, 4096)),
+    case("many_parts", 4, 384, 6, count=50),
+    *(case(f"rows_{n}", n, count=count, tags=GPU) for n, count in PARTS.items()),
+    *(case(f"rows_{n}_given", n, kind="given", count=10, tags=GPU) for n in (16, 4096)),
+    case("rows_16_many", 16, 1024, 16, count=10, tags=GPU),
     case("rows_384_ties", 384, kind="ties", tags=GPU),
     case("rows_384_special", 384, kind="special", tags=("bench",)),
 )

@@ -23,6 +23,8 @@ from pallas_kernels.router import SUM_EPS
 
 plgpu: Any = mosaic_gpu  # its decorators are beyond the type checker
 
+READ = 128
+"""Logits of a lane, in parts, whose loads are in flight at once."""
 LEAST, NONE = -(2**31), 2**31 - 1
 ADD = "add.rn.f32 $0, $1, $2;"
 
@@ -96,11 +98,15 @@ def route(
                 total = ptx(ADD, total, word)
             return _score(total)
 
-        found = [loaded(here, number) for number, here in zip(ids, inside, strict=True)]
+        scores, together = [], max(1, READ // count)
+        for start in range(0, len(ids), together):
+            some = slice(start, start + together)
+            found = [loaded(*pair) for pair in zip(inside[some], ids[some], strict=True)]
+            scores += [score(words) for words in found]
         values = []
-        for number, here, words in zip(ids, inside, found, strict=True):
+        for number, here, value in zip(ids, inside, scores, strict=True):
             more = t.load_where(here, number, bias)
-            bits = ptx(ADD, score(words), more)
+            bits = ptx(ADD, value, more)
             turned = arith.andi(arith.shrsi(bits, c(31)), c(NONE))
             values.append(arith.select(here, arith.xori(bits, turned), c(LEAST)))
         best = []

@@ -15,12 +15,14 @@ import numpy as np
 from jax.experimental.mosaic.gpu import fragmented_array
 
 from tests.pallas.words import (
+    FLOATS,
     as_float,
     compare,
     e4m3_pair,
     f16_pair,
     halves,
     join,
+    of_floats,
     permute,
     power,
     times,
@@ -77,7 +79,7 @@ class Machine:
     def value(self, text: str, registers: dict):
         if text in registers:
             return registers[text]
-        number = int(text, 0) & 0xFFFFFFFF
+        number = int(text[2:], 16) if text.startswith("0f") else int(text, 0) & 0xFFFFFFFF
         return np.full(THREADS, number, np.uint32)
 
     def where(self, text: str, registers: dict) -> np.ndarray:
@@ -145,9 +147,11 @@ class Machine:
 
 
 def shuffle(op: str, operands: list, registers: dict, machine: Machine) -> dict:
-    """shfl within warps: bfly, or up with a predicate of whether the lane exists."""
+    """shfl within warps: idx, bfly, or up with a predicate of whether the lane exists."""
     lane = np.arange(THREADS) % 32
     value, distance = registers[operands[1]], int(operands[2])
+    if ".idx" in op:
+        return {operands[0]: value[(np.arange(THREADS) - lane) + distance]}
     if ".bfly" in op:
         return {operands[0]: value[(np.arange(THREADS) - lane) + (lane ^ distance)]}
     names = [x.strip() for x in operands[0].split("|")]
@@ -168,6 +172,8 @@ def compute(op: str, v: list):
         do = np.multiply if op.startswith("mul") else np.add
         (a, b), (x, y) = halves(v[0]), halves(v[1])
         return join(do(a, x), do(b, y))
+    if op in FLOATS:
+        return of_floats(FLOATS[op], v)
     if op.startswith("setp"):
         return compare(op, *v)
     if op.startswith("redux.sync."):
@@ -197,7 +203,6 @@ def compute(op: str, v: list):
         "sub.u32": lambda: v[0] - v[1],
         "mul.rn.f32": lambda: times(as_float(v[0]), as_float(v[1])).view(np.uint32),
         "add.f32": lambda: as_float(v[0]) + as_float(v[1]),
-        "add.rn.f32": lambda: (as_float(v[0]) + as_float(v[1])).view(np.uint32),
         "min.NaN.f32": lambda: np.minimum(*map(as_float, v)).view(np.uint32),
         "max.NaN.f32": lambda: np.maximum(*map(as_float, v)).view(np.uint32),
         "ex2.approx.ftz.f32": lambda: power(as_float(v[0])).view(np.uint32),

@@ -75,3 +75,22 @@ def as_float(x) -> np.ndarray:
 def power(x) -> np.ndarray:
     """2^x, of more accuracy than the instruction has."""
     return np.exp2(x.astype(np.float64)).astype(np.float32)
+
+
+FLOATS = {
+    "add.rn.f32": np.add,
+    "fma.rn.f32": lambda a, b, c: np.float64(a) * b + c,
+    "div.full.f32": np.divide,
+    "div.rn.f32": np.divide,
+    "max.f32": np.fmax,
+    "abs.f32": np.abs,
+    "sqrt.rn.f32": np.sqrt,
+    "ex2.approx.f32": np.exp2,
+}
+"""What an instruction computes of float32; NaN, infinities and overflow as IEEE has them."""
+
+
+@np.errstate(all="ignore")
+def of_floats(do, words: list) -> np.ndarray:
+    """What `do` makes of words read as float32, rounded to float32, as a word."""
+    return np.float32(do(*map(as_float, words))).view(np.uint32)
