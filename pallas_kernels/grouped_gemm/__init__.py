@@ -14,6 +14,7 @@ sum(group_sizes) give zeros, whatever they hold; a row's result does not depend 
 smallest values of a row round once more than the released code has them.
 """
 
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import Implementation, call, formats
@@ -55,13 +56,15 @@ def gate_up(
         act_quant: round x through e4m3 first.
 
     Returns:
-        h in x's dtype.
+        h in x's dtype; no rows give an empty result.
 
     Raises:
         ValueError: scales of another shape than the weight needs.
         NotImplementedError: the named implementation declines this case.
     """
     formats.check_scales(values, scales)
+    if route_weight.shape[0] == 0:  # no implementation has to know
+        return jnp.zeros((0, values.shape[2]), x.dtype)
     args = (x, values, scales, group_sizes, route_weight, source)
     return call(
         "grouped_gemm",
@@ -90,6 +93,8 @@ def down(
         NotImplementedError: the named implementation declines this case.
     """
     formats.check_scales(values, scales)
+    if h.shape[0] == 0:
+        return jnp.zeros((0, values.shape[1]), h.dtype)
     args = (h, values, scales, group_sizes)
     return call(
         "grouped_gemm", "down", IMPLEMENTATIONS, implementation, args, dict(act_quant=act_quant)

@@ -364,3 +364,18 @@ class TestFormats:
     def test_wrong_scales_are_named(self, values, scales, message):
         with pytest.raises(ValueError, match=message):
             formats.dequantise(jnp.asarray(values), None if scales is None else jnp.asarray(scales))
+
+
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("implementation", [i.name for i in grouped_gemm.IMPLEMENTATIONS])
+def test_no_rows_give_an_empty_result(implementation, indexed):
+    options = dict(act_quant=True, implementation=implementation)
+    sizes, weights = jnp.zeros(3, jnp.int32), jnp.zeros((3, 2, 8, 64), jnp.bfloat16)
+    x = jnp.zeros((4 if indexed else 0, 64), jnp.bfloat16)
+    source = jnp.zeros(0, jnp.int32) if indexed else None
+    hidden = grouped_gemm.gate_up(
+        x, weights, None, sizes, jnp.zeros(0), source, limit=10.0, **options
+    )
+    assert (hidden.shape, hidden.dtype) == ((0, 8), jnp.bfloat16)
+    out = grouped_gemm.down(hidden, jnp.zeros((3, 16, 8), jnp.bfloat16), None, sizes, **options)
+    assert (out.shape, out.dtype) == ((0, 16), jnp.bfloat16)
