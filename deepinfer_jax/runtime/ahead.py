@@ -15,14 +15,15 @@ from deepinfer_jax.runtime.requests import Sample
 def begin(loops: Sequence[Loop], samples: Sequence[Sample]) -> None:
     """Begins to compile the decode step of samples that have just entered, unless it was begun.
 
-    loops: those that decode, of which each gets its part of the samples. Adaptive speculation
-    chooses among several steps, which are compiled when their costs are measured.
+    loops: those that decode, of which each gets its part of the samples; one that has given its
+    work back has no state and compiles nothing. Adaptive speculation chooses among several steps,
+    which are compiled when their costs are measured.
     """
     going = tuple(one for one in samples if not one.finished and one.limit > 1 + len(one.tokens))
     if not going or any(sample.routes is not None for sample in going):
         return
     for loop in loops:
-        if loop.adaptive:
+        if loop.adaptive or loop.state is None:
             continue
         shapes, programs = loop.buckets(), loop.programs
         needed = programs.divided(min(-(-len(going) // len(loops)), loop.policy.slots))
