@@ -9,6 +9,8 @@ first), bf16 is read from shared memory. A persistent grid walks items (row tile
 of K). A row tile is up to N rows of one matrix; one warpgroup copies with TMA into two rings
 (weights, rows), the others multiply. Rows that belong to another matrix are multiplied with the
 tile and not stored. Blocks of a cluster take neighbouring weight tiles and share the row ring.
+Several weights may multiply the same rows in one launch: then the weight tiles of one follow those
+of the other, and each has a result of its own.
 
 The order of K is the same for every tile shape, so a row has the same bits however many rows there
 are.
@@ -26,6 +28,7 @@ from jaxtyping import Array, Float, Int32, Shaped
 
 from pallas_kernels import grouping, registers, stores
 from pallas_kernels import terms as float32
+from pallas_kernels.several import Several
 from pallas_kernels.tiles import (
     COPY_REGISTERS,
     STEP,
@@ -83,26 +86,50 @@ def multiply(
         real = jnp.arange(product.rows + plan.rows) < tiles[1, -1]
         route = jnp.where(real, jnp.pad(route, pad), 0.0)
     row_scale = jnp.zeros((32,)) if row_scale is None else jnp.pad(row_scale, pad)
-    kernel = _kernel(product, fit(plan, product))
+    kernel = _kernel(product, fit(plan, product), (product.width,))
     if product.kind == "fp4":
         scales = scales.reshape(-1, 128)
-    return kernel(blocks, weights, scales, route, row_scale, tiles)
+    return kernel(blocks, (weights,), (scales,), route, row_scale, tiles)[0]
+
+
+def multiply_by_several(
+    x: Float[Array, "rows k"],
+    weights: tuple[Array, ...],
+    scales: tuple[Array, ...],
+    product: Product,
+    plan: Plan,
+) -> tuple[Array, ...]:
+    """x times each of the weights as `multiply` does it, in one launch: the same bits.
+
+    Args:
+        x: bf16.
+        weights: FP8, bf16 or f32 matrices [out, K] of one kind; `scales` as there, one for each.
+        product: of x and the first weight.
+
+    Returns:
+        [splits * rows, out] of every weight.
+    """
+    tiles, unused = grouping.equal_groups(1, product.rows, plan.rows), jnp.zeros((32,))
+    blocks = registers.order_columns(x, product.kind)
+    blocks = jnp.pad(blocks, ((0, max(0, plan.rows - product.rows)), (0, 0), (0, 0)))
+    kernel = _kernel(product, fit(plan, product), tuple(w.shape[0] for w in weights))
+    return kernel(blocks, weights, scales, unused, unused, tiles)
 
 
 @functools.lru_cache(maxsize=64)
-def _kernel(product: Product, plan: Plan):
+def _kernel(product: Product, plan: Plan, widths: tuple[int, ...]):
     # One callable a shape, so that layers of one shape are traced and lowered once.
     n, height, kind = plan.rows, plan.height, product.kind
     paired = product.limit is not None
     owned = registers.Rows(paired, height)
     tile_width = height // 2 if paired else height
-    weight_tiles = -(-product.width // tile_width)
+    several = Several(widths, tile_width)
     steps, stages = product.k // STEP // product.splits, parts(plan, product)
     row_blocks = 2 // stages
-    copies = 2 if paired else 1
+    copies, halves = 2 if paired else 1, 1 if kind == "fp4" else 2
     copy_rows = height // copies
     pitch = product.k // 32 if kind == "fp4" else -(-product.k // 32)
-    block_rows = -(-product.width // 32)
+    block_rows = [-(-width // 32) for width in widths]
     scale_lines = copy_rows * pitch // 128 if kind == "fp4" else 1
     products = float32.TERMS if kind == "f32" else 1
     wide = product.out_dtype == jnp.float32
@@ -114,7 +141,7 @@ def _kernel(product: Product, plan: Plan):
     def walk(tiles, one, start):
         """Runs one(item, carry) over this block's items."""
         block, member = lax.axis_index("block"), lax.axis_index("member")
-        per_tile = weight_tiles // plan.cluster * product.splits
+        per_tile = several.tiles // plan.cluster * product.splits
         items = tiles[0, tiles.shape[1] - 1] * per_tile
         mine = lax.div(items - block + clusters - 1, clusters)
 
@@ -128,15 +155,15 @@ def _kernel(product: Product, plan: Plan):
 
         return lax.fori_loop(0, mine, body, start)
 
-    def kernel(
-        x, weights, scales, route, row_scale, tiles, result,
-        row_smem, weight_smem, scale_smem,
-        out_smem, row_full, row_empty, weight_full, weight_empty, scale_full, scale_empty,
-    ):  # fmt: skip
+    def kernel(x, weights, scales, route, row_scale, tiles, *rest):
+        results, scratch = rest[: len(widths)], rest[len(widths) :]
+        row_smem, weight_smem, scale_smem, out_smem, *barriers = scratch
+        row_full, row_empty, weight_full, weight_empty, scale_full, scale_empty = barriers
         group = lax.axis_index("group")
         single_rows, tiled_rows = row_smem
 
         def copy_item(i, matrix, first, size, m, split, at):
+            which, m = several.place(m)
             base = jnp.maximum(matrix, 0) * product.matrix + m * tile_width
             if kind == "fp4":
                 scale_slot = lax.rem(i, 2)
@@ -148,7 +175,7 @@ def _kernel(product: Product, plan: Plan):
                 for c in range(copies):
                     line = lax.div((base + c * product.width) * pitch, 128)
                     plgpu.copy_gmem_to_smem(
-                        scales.at[pl.ds(line, scale_lines)],
+                        scales[0].at[pl.ds(line, scale_lines)],
                         scale_smem.at[scale_slot, pl.ds(c * scale_lines, scale_lines)],
                         scale_full.at[scale_slot],
                     )
@@ -161,14 +188,17 @@ def _kernel(product: Product, plan: Plan):
                 def _():
                     plgpu.barrier_wait(weight_empty.at[slot])
 
-                for c in range(copies):
-                    source = pl.ds(base + c * product.width, copy_rows)
-                    for h in range(1 if kind == "fp4" else 2):
-                        plgpu.copy_gmem_to_smem(
-                            weights.at[source, pl.ds(column * stored + h * 64, 64)],
-                            weight_smem.at[slot, h, pl.ds(c * copy_rows, copy_rows)],
-                            weight_full.at[slot],
-                        )
+                def copy(number, slot=slot):
+                    for c in range(copies):
+                        source = pl.ds(base + c * product.width, copy_rows)
+                        for h in range(halves):
+                            plgpu.copy_gmem_to_smem(
+                                weights[number].at[source, pl.ds(column * stored + h * 64, 64)],
+                                weight_smem.at[slot, h, pl.ds(c * copy_rows, copy_rows)],
+                                weight_full.at[slot],
+                            )
+
+                several.run(which, copy)
                 for part in range(stages):
                     at_row = at * stages + part
                     slot = lax.rem(at_row, plan.row_stages)
@@ -189,6 +219,7 @@ def _kernel(product: Product, plan: Plan):
             return lax.fori_loop(0, jnp.where(matrix >= 0, steps, 0), step, at)
 
         def compute_item(i, matrix, first, size, m, split, at):
+            which, m = several.place(m)
             scale_at = lax.rem(i, 2) * (copies * scale_lines * 128)
             lookup: dict[str, Any] = dict(rows=owned, pitch=pitch)
             largest = None
@@ -209,13 +240,15 @@ def _kernel(product: Product, plan: Plan):
                     return (codes.at[pl.ds(group * 64, 64)],), False
                 if kind == "f32":
                     return float32.split(codes, rows=owned)[::-1], half == 1
-                block = jnp.maximum(matrix, 0) * copies * block_rows + m * (tile_width // 32)
+                block = jnp.maximum(matrix, 0) * copies * block_rows[0] + m * (tile_width // 32)
                 start = block * pitch + column * 4 + 2 * half
-                starts = (start, start + (block_rows * pitch if paired else 0))
+                starts = (start, start + (block_rows[0] * pitch if paired else 0))
                 # Rows that a last tile is short of must not look up scales past the end.
-                short = product.width % tile_width
-                last = block_rows - 1 - m * (tile_width // 32) if short else None
-                return (registers.expand_fp8(codes, scales, starts, last, **lookup),), half == 1
+                last = None
+                if any(width % tile_width for width in widths):
+                    last = several.value(which, block_rows) - 1 - m * (tile_width // 32)
+                left = registers.expand_fp8(codes, scales, starts, last, which, **lookup)
+                return (left,), half == 1
 
             def accumulate(acc):
                 def release(at, half, when):
@@ -278,10 +311,10 @@ def _kernel(product: Product, plan: Plan):
                 plgpu.barrier_arrive(scale_empty.at[lax.rem(i, 2)])
             if largest is not None:
                 acc = stores.rescale(acc, largest, row_scale, first)
-            write(acc, first, size, m, split)
+            write(acc, first, size, which, m, split)
             return at
 
-        def write(acc, first, size, m, split):
+        def write(acc, first, size, which, m, split):
             for start in range(0, n, store_rows):
                 columns = slice(start, min(start + store_rows, n))
                 out = out_smem.at[group]
@@ -296,9 +329,14 @@ def _kernel(product: Product, plan: Plan):
                     stores.store_plain(acc, target, columns=columns, shift=shift)
                 left = jnp.minimum(size - start, columns.stop - start)
                 row = split * product.rows + first + start
-                for piece in range(2 if wide else 1):
-                    channel = m * tile_width + group * (32 if paired else 64) + piece * 32
-                    stores.copy_rows(out.at[piece], result, row, left, channel, width=product.width)
+
+                def copy(number, out=out, row=row, left=left):
+                    for piece in range(2 if wide else 1):
+                        channel = m * tile_width + group * (32 if paired else 64) + piece * 32
+                        target, width = results[number], widths[number]
+                        stores.copy_rows(out.at[piece], target, row, left, channel, width=width)
+
+                several.run(which, copy)
 
         @pl.when(group == plan.groups)
         def _():
@@ -321,7 +359,6 @@ def _kernel(product: Product, plan: Plan):
     row_dtype = jnp.float8_e4m3fn if product.e4m3 else jnp.bfloat16
     row_shape = (plan.row_stages, row_blocks, n, 64)
     single, eight = plgpu.TilingTransform((1, 64)), plgpu.TilingTransform((8, 64))
-    halves = 1 if kind == "fp4" else 2
     weight_shape = (plan.weight_stages, halves, height, 64)
     weight_dtype = {"bf16": jnp.bfloat16, "f32": jnp.float32}.get(kind, jnp.uint8)
     line = 32 if wide or paired else 64
@@ -332,11 +369,12 @@ def _kernel(product: Product, plan: Plan):
         row_empty_barrier = plgpu.ClusterBarrier(collective_axes=("member",), **row_empty)
     else:
         row_empty_barrier = plgpu.Barrier(**row_empty)
-    out = (product.splits * product.rows, product.width)
+    lines = product.splits * product.rows
+    out_type = tuple(jax.ShapeDtypeStruct((lines, n), product.out_dtype) for n in widths)
     return plgpu.kernel(
         kernel,
-        kernel_name=f"product_{kind}_{product.width}x{product.k}",
-        out_type=jax.ShapeDtypeStruct(out, product.out_dtype),
+        kernel_name=f"product_{kind}_{'_'.join(map(str, widths))}x{product.k}",
+        out_type=out_type,
         grid=(clusters,),
         grid_names=("block",),
         cluster=(plan.cluster,),

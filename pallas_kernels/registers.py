@@ -302,6 +302,7 @@ def expand_fp8(
     scales,
     starts: tuple[Array, Array],
     last: Array | None = None,
+    which: Array | int = 0,
     *,
     rows: Rows,
     pitch: int,
@@ -310,24 +311,32 @@ def expand_fp8(
 
     Args:
         codes: SMEM uint8 [height, 64] with CODES["fp8"].
-        scales: GMEM uint8, flat, one row of `pitch` bytes for 32 rows.
+        scales: of every weight GMEM uint8, flat, one row of `pitch` bytes for 32 rows.
         starts: int32, byte of the first block row and of these columns, for each member.
         last: int32, the last block row that exists, counted from the tile's first; None if all do.
+        which: int32, the weight that the codes are of.
 
     Returns:
         bf16 [64, 64] * 2^-SHIFT.
     """
     layout = plgpu.Layout.WGMMA
     scalars = starts if last is None else (*starts, last)
+    chosen = () if len(scales) == 1 else (which,)
+    types = (SCALAR,) * (len(chosen) + len(scalars)) + (plgpu.RefType(),) * len(scales)
 
     @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(CODES["fp8"]), plgpu.RefType(), *(SCALAR for _ in scalars)),
+        arg_types=(plgpu.RefType(CODES["fp8"]), *types),
         return_type=plgpu.ShapeDtypeStruct((64, 64), jnp.bfloat16, layout=layout),
     )
-    def expand(_, codes, scales, *starts):
+    def expand(_, codes, *rest):
+        number, starts = rest[: len(chosen)], rest[len(chosen) : -len(scales)]
+        sources = [utils.memref_ptr(ref) for ref in rest[-len(scales) :]]
         byte, word = ir.IntegerType.get_signless(8), ir.IntegerType.get_signless(32)
         words, lane = ir.VectorType.get((4,), word), thread_place()[2]
-        code_pointer, scale_pointer = utils.memref_ptr(codes), utils.memref_ptr(scales)
+        code_pointer, scale_pointer = utils.memref_ptr(codes), sources[0]
+        for i, other in enumerate(sources[1:], 1):
+            here = arith.cmpi(arith.CmpIPredicate.eq, number[0].registers.item(), const(i))
+            scale_pointer = arith.select(here, other, scale_pointer)
         registers = np.empty(fa.WGMMA_LAYOUT.registers_shape((64, 64)), dtype=object)
         for member in range(2):
             row = rows.local(member)
@@ -348,4 +357,4 @@ def expand_fp8(
                         registers[0, 2 * piece + h, 0, 0, member, 0, 0, 0, 0] = pair
         return fa.FragmentedArray(_registers=registers, _layout=fa.WGMMA_LAYOUT, _is_signed=None)
 
-    return expand(codes, scales, *scalars)
+    return expand(codes, *chosen, *scalars, *scales)

@@ -126,6 +126,8 @@ class Costs:
         return flop, read, (chosen, jax.ShapeDtypeStruct(blocks, jnp.bool_))
 
     def _row_matmul(self, function, args, kwargs):
+        if function == "partial_products_of":
+            return self._several(args, kwargs)
         x, weight, scales = args
         groups = x.shape[1:-1]  # matmul_groups: each has its own rows of the weight
         shape = (x.shape[0], *groups, weight.shape[0] // math.prod(groups))
@@ -134,6 +136,13 @@ class Costs:
         out = jax.ShapeDtypeStruct(shape, jnp.dtype(kwargs.get("out_dtype", jnp.float32)))
         read = [_bytes(leaf) for leaf in (x, weight, scales) if leaf is not None]
         return {_kind(x): 2.0 * x.shape[0] * weight.size}, read, out
+
+    def _several(self, args, kwargs):
+        x, weights = args
+        each = [self._row_matmul("partial_products", (x, *w), kwargs) for w in weights]
+        flop = {_kind(x): sum(found[0][_kind(x)] for found in each)}
+        read = [_bytes(x), *(b for found in each for b in found[1][1:])]
+        return flop, read, [found[2] for found in each]
 
 
 def _kind(x: Any) -> str:

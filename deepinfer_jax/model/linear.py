@@ -45,16 +45,14 @@ def linear_parts(
     (row_matmul.partial_products)."""
     if rounds_input(setup, weights[0]):
         x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
-    return [
-        row_matmul.partial_products(
-            x,
-            *_stored(weight, x.dtype),
-            out_dtype=x.dtype,
-            invariant=setup.numerics.invariant,
-            implementation=setup.kernels["row_matmul"],
-        )
-        for weight in weights
-    ]
+    stored = tuple(_stored(weight, x.dtype) for weight in weights)
+    return row_matmul.partial_products_of(
+        x,
+        stored,
+        out_dtype=x.dtype,
+        invariant=setup.numerics.invariant,
+        implementation=setup.kernels["row_matmul"],
+    )
 
 
 def linear_total(

@@ -83,6 +83,36 @@ def partial_products(
     )
 
 
+def partial_products_of(
+    x: Float[Array, "rows k"],
+    weights: tuple[tuple[Shaped[Array, "_ k"], Shaped[Array, "_ _"] | None], ...],
+    *,
+    out_dtype: DTypeLike = "float32",
+    invariant: bool = False,
+    implementation: str = "auto",
+) -> list[Float[Array, "parts rows _"]]:
+    """`partial_products` with each of several weights of the same rows, where there is a kernel for
+    it in one launch.
+
+    Args:
+        weights: (w, scales or None) of each; the rest as for `partial_products`.
+
+    Raises:
+        ValueError: scales of another shape than a weight needs.
+        NotImplementedError: the named implementation declines this case.
+    """
+    for w, scales in weights:
+        formats.check_scales(w, scales)
+    return call(
+        "row_matmul",
+        "partial_products_of",
+        IMPLEMENTATIONS,
+        implementation,
+        (x, weights),
+        dict(out_dtype=out_dtype, invariant=invariant),
+    )
+
+
 def matmul_groups(
     x: Float[Array, "rows groups k"],
     w: Shaped[Array, "stacked k"],

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import blackwell, formats
 from pallas_kernels.blackwell import Plan
-from pallas_kernels.row_matmul.groups import one_by_one, one_part
+from pallas_kernels.row_matmul.groups import one_by_one, one_part, one_part_each
 from pallas_kernels.row_matmul.hopper import check
 from pallas_kernels.terms import TERMS
 from pallas_kernels.tiles import Product
@@ -66,3 +66,6 @@ matmul_groups = functools.partial(one_by_one, matmul)
 
 partial_products = functools.partial(one_part, matmul)
 """See pallas_kernels.row_matmul.partial_products."""
+
+partial_products_of = functools.partial(one_part_each, matmul)
+"""See pallas_kernels.row_matmul.partial_products_of."""

@@ -1,5 +1,6 @@
 """What an implementation without a kernel of its own makes of its `matmul`: products of a row's
-groups, each with a matrix of its own, and the product as one part of K."""
+groups, each with a matrix of its own, and the product as one part of K, with one weight or several
+weights."""
 
 from collections.abc import Callable
 
@@ -40,3 +41,17 @@ def one_part(
 ) -> Float[Array, "parts rows n"]:
     """`matmul` as the only part."""
     return matmul(x, w, scales, out_dtype=out_dtype, invariant=invariant)[None]
+
+
+def one_part_each(
+    matmul: Callable[..., Array],
+    x: Float[Array, "rows k"],
+    weights: tuple[tuple[Array, Array | None], ...],
+    *,
+    out_dtype: DTypeLike,
+    invariant: bool,
+) -> list[Float[Array, "parts rows _"]]:
+    """`one_part` with each of the weights."""
+    return [
+        one_part(matmul, x, *weight, out_dtype=out_dtype, invariant=invariant) for weight in weights
+    ]

@@ -69,6 +69,36 @@ def partial_products(
     return _parts(x, w, scales, out_dtype, invariant, cut)
 
 
+def partial_products_of(
+    x: Float[Array, "rows k"],
+    weights: tuple[tuple[Array, Array | None], ...],
+    *,
+    out_dtype: DTypeLike = "float32",
+    invariant: bool = False,
+) -> list[Float[Array, "parts rows _"]]:
+    """See pallas_kernels.row_matmul.partial_products_of: one launch for weights of one kind whose K
+    is cut into as many parts, else one each."""
+    rows, k = x.shape
+    for w, _ in weights:
+        check(x, w, out_dtype)
+    kinds, stored, flat = zip(*(_stored(w, scales) for w, scales in weights), strict=True)
+    widths, kind = [w.shape[0] for w in stored], kinds[0]
+    fixed = {plans.parts_of_k(kind, width, k) for width in widths} if invariant else {None}
+    if len({*kinds}) > 1 or len(fixed) > 1 or any(width % CHANNELS for width in widths):
+        return [
+            partial_products(x, *weight, out_dtype=out_dtype, invariant=invariant)
+            for weight in weights
+        ]
+    if rows == 0 or k % tiles.STEP:
+        raise NotImplementedError(f"{rows} rows, K = {k}: expected rows and a multiple of 128")
+    splits, shape = plans.best(kind, rows, sum(widths), k, fixed.pop())
+    kept = out_dtype if splits == 1 else jnp.float32
+    product = Product(kind, rows, k, widths[0], splits=splits, out_dtype=kept)
+    tiles.check(product, shape, single=True)
+    found = hopper.multiply_by_several(x, stored, flat, product, shape)
+    return [out.reshape(splits, rows, -1) for out in found]
+
+
 def _in_order(parts: Float[Array, "parts ..."]) -> Float[Array, "..."]:
     """The sum over the first axis, one after the other: a chain of adds is one fused launch."""
     total = parts[0]

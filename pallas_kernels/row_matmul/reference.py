@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
 from pallas_kernels import formats
-from pallas_kernels.row_matmul.groups import one_by_one, one_part
+from pallas_kernels.row_matmul.groups import one_by_one, one_part, one_part_each
 
 TILE = 64
 
@@ -51,3 +51,6 @@ matmul_groups = functools.partial(one_by_one, matmul)
 
 partial_products = functools.partial(one_part, matmul)
 """See pallas_kernels.row_matmul.partial_products."""
+
+partial_products_of = functools.partial(one_part_each, matmul)
+"""See pallas_kernels.row_matmul.partial_products_of."""

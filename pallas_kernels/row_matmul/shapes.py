@@ -23,6 +23,8 @@ RELEASED = {
     "mhc": (24, 20480, "f32"),
 }
 """name -> (N, K, weight) of the products of a released layer with one matrix."""
+PAIRS = {"shared_13": ((2304, 2304), 5120), "wq_a_wkv": ((1280, 512), 5120)}
+"""name -> (N of each, K) of released FP8 weights of the same rows."""
 WO_A = (8, 1024, 4096, "fp8")
 """(groups, N, K, weight) of the released output projection's first half."""
 
@@ -80,6 +82,41 @@ def case(
     )
 
 
+def several(
+    name: str,
+    rows: int,
+    widths: tuple[int, ...],
+    k: int,
+    *,
+    invariant: bool = False,
+    declines: tuple[tuple[str, str], ...] = (),
+    tags: tuple[str, ...] = ("test",),
+) -> Case:
+    """One case of FP8 weights of the same rows."""
+
+    def shapes() -> tuple:
+        found = [_abstract((rows,), n, k, "fp8", jnp.bfloat16) for n in widths]
+        return found[0][0], tuple(each[1:] for each in found)
+
+    def build(rng: np.random.Generator) -> tuple:
+        x = rng.standard_normal((rows, k), dtype=np.float32).astype(ml_dtypes.bfloat16)
+        return x, tuple(weight(rng, (n, k), "fp8") for n in widths)
+
+    return Case(
+        name=name,
+        function="partial_products_of",
+        build=build,
+        shapes=shapes,
+        small=lambda _: (None, None),
+        options=(("invariant", invariant), ("out_dtype", np.dtype(ml_dtypes.bfloat16))),
+        flops=2 * rows * sum(widths) * k,
+        bytes=sum(widths) * k + 2 * rows * (k + sum(widths)),
+        tags=frozenset(tags),
+        tolerance=5e-3,
+        declines=declines,
+    )
+
+
 def _released() -> list[Case]:
     cases = []
     for name, (n, k, kind) in RELEASED.items():
@@ -89,6 +126,9 @@ def _released() -> list[Case]:
     groups, n, k, kind = WO_A
     for rows in (16, 256, 1024, 4096):
         cases.append(case(f"wo_a_{rows}", rows, n, k, kind, groups=groups, tags=("aot", "bench")))
+    for name, (widths, k) in PAIRS.items():
+        for rows in (16, 384, 4096):
+            cases.append(several(f"{name}_{rows}", rows, widths, k, tags=("aot", "bench")))
     return cases + _cut_by_rows()
 
 
@@ -119,6 +159,8 @@ CASES: tuple[Case, ...] = (
     case("router_f32_256", 256, 384, 5120, "f32", out=np.float32, tags=("aot",)),
     case("parts_16", 16, 24, 20480, "f32", out=np.float32, parts=True, tags=("aot",)),
     case("groups_fp8", 33, 128, 256, "fp8", groups=3),
+    several("several", 5, (64, 96), 256),
+    several("several_invariant", 70, (40, 40), 128, invariant=True),
     case("groups_bf16", 5, 64, 96, "bf16", groups=2, out=np.float32),
     *_released(),
 )

@@ -61,25 +61,29 @@ def test_float32_weights_are_three_exact_terms(monkeypatch):
 
 
 @pytest.mark.parametrize("blocks", [2, 1])
-def test_fp8_weights_take_the_scale_of_their_block(blocks, monkeypatch):
-    """The second block row of a tile may lie past the end of the scales: it takes the last one."""
+@pytest.mark.parametrize(("weights", "which"), [(1, 0), (3, 0), (3, 1), (3, 2)])
+def test_fp8_weights_take_the_scale_of_their_block(weights, which, blocks, monkeypatch):
+    """The second block row of a tile may lie past the end of the scales: it takes the last one.
+    Scales are those of the weight at hand."""
     rng = np.random.default_rng()
     codes = rng.integers(0, 256, (64, 64)).astype(np.uint8)
     codes[codes & 0x7F == 0x7F] = 0
     pitch, column = 8, 6
-    scales = rng.integers(110, 130, (blocks, pitch)).astype(np.uint8)
+    scales = rng.integers(110, 130, (weights, blocks, pitch)).astype(np.uint8)
     memory = emulate.Memory()
-    tile, stored = memory.place(swizzled(codes, 64, 64)), memory.place(scales)
+    tile, stored = memory.place(swizzled(codes, 64, 64)), [memory.place(x) for x in scales]
+    scales = scales[which]
     number = [
         SimpleNamespace(registers=SimpleNamespace(item=np.full(128, x, np.uint32).copy))
-        for x in (column, blocks - 1)
+        for x in (column, blocks - 1, which)
     ]
     with emulate.emulated(monkeypatch, memory, registers):
         found = registers.expand_fp8(
             tile,
-            stored,
+            tuple(stored),
             (number[0], number[0]),
             None if blocks == 2 else number[1],
+            number[2],
             rows=registers.Rows(False, 64),
             pitch=pitch,
         )

@@ -17,7 +17,7 @@ import pytest
 from pallas_kernels import registers, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.quantise import hopper as quantise
-from pallas_kernels.row_matmul import plans
+from pallas_kernels.row_matmul import hopper, plans
 from pallas_kernels.row_matmul.shapes import CASES as PRODUCTS
 from pallas_kernels.row_matmul.shapes import RELEASED, WO_A
 from tests.pallas.test_index_topk import block_of, check_selection, scored
@@ -90,7 +90,7 @@ def reference(op, case, *args, **changed):
         return jax.jit(call)(*args)
 
 
-@pytest.mark.parametrize(("op", "case"), released("row_matmul"))
+@pytest.mark.parametrize(("op", "case"), released("row_matmul", "matmul", "matmul_groups"))
 def test_row_matmul(op, case):
     x, w, scales = args = fresh(case)
     got = twice(compiled(op, case), args)
@@ -99,6 +99,25 @@ def test_row_matmul(op, case):
     want = reference(op, case, wide, w, scales, out_dtype=np.dtype("f4"))
     error = relative(got[rows], want)
     assert error <= min(RELATIVE, case.tolerance), error
+
+
+@pytest.mark.parametrize(("op", "case"), released("row_matmul", "partial_products_of"))
+def test_several_weights(op, case):
+    """Every result near the reference, and the bits of launches of its own with the same cut."""
+    x, weights = args = fresh(case)
+    got = twice(compiled(op, case), args)
+    rows = chosen_rows(len(x))
+    exact = reference(op, case, x[rows].astype(jnp.float32), weights, out_dtype=np.dtype("f4"))
+    for parts, want in zip(got, exact, strict=True):
+        total = functools.reduce(np.add, parts[:, rows].astype(np.float32))
+        assert relative(total, want[0]) <= RELATIVE
+    if target().capability is None or target().capability >= (10, 0):
+        pytest.skip("needs a Hopper GPU")
+    widths, k = [w.shape[0] for w, _ in weights], x.shape[1]
+    cut = plans.best("fp8", len(x), sum(widths), k)
+    for parts, (w, scales) in zip(got, weights, strict=True):
+        alone = functools.partial(hopper.partial_products, out_dtype=jnp.bfloat16, cut=cut)
+        check_bits(parts, jax.jit(alone)(x, w, scales))
 
 
 @pytest.mark.parametrize(("op", "case"), released("grouped_gemm"))

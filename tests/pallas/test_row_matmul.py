@@ -18,6 +18,7 @@ from pallas_kernels import row_matmul, target
 from pallas_kernels.blackwell import Plan
 from pallas_kernels.grouped_gemm.shapes import weight
 from pallas_kernels.row_matmul import blackwell, hopper, plans, shapes
+from pallas_kernels.several import Several
 from pallas_kernels.tiles import Plan as Tile
 
 BF16 = ml_dtypes.bfloat16
@@ -81,6 +82,62 @@ def test_partial_products_add_up_to_the_product(rows, n, k, kind, dtype, invaria
     for part in parts[1:]:
         total = total + part
     np.testing.assert_array_equal(total, np.asarray(jax.jit(whole)(*args)))
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("invariant", [False, True])
+def test_several_weights_give_the_bits_of_each(implementation, invariant):
+    x, *first = map(jnp.asarray, inputs(70, 64, 128, "fp8", BF16))
+    weights = tuple(first), tuple(map(jnp.asarray, inputs(1, 96, 128, "fp8", BF16)[1:]))
+    options = dict(out_dtype=BF16, invariant=invariant, implementation=implementation)
+    try:
+        found = row_matmul.partial_products_of(x, weights, **options)
+    except NotImplementedError as why:
+        pytest.skip(str(why))
+    assert [parts.shape[2] for parts in found] == [64, 96]
+    for parts, each in zip(found, weights, strict=True):
+        want = row_matmul.partial_products(x, *each, **options)
+        np.testing.assert_array_equal(np.asarray(parts), np.asarray(want))
+
+
+def test_scales_of_every_one_of_several_weights_are_checked():
+    x, w, scales = map(jnp.asarray, inputs(2, 64, 128, "fp8", BF16))
+    with pytest.raises(ValueError, match=r"expected shape \(2, 4\) for values \(64, 128\)"):
+        row_matmul.partial_products_of(x, ((w, scales), (w, scales[:1])), out_dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "widths", "invariant", "launches", "parts"),
+    [
+        (("fp8", "fp8"), (1280, 512), False, 1, [10, 10]),
+        (("fp8", "fp8"), (1280, 512), True, 2, [2, 4]),
+        (("fp8", "fp8"), (2304, 2304), True, 1, [1, 1]),
+        (("fp8", "bf16"), (2304, 2304), True, 2, [1, 1]),
+        (("bf16", "bf16"), (64, 36), True, 2, [8, 8]),
+    ],
+)
+def test_launches_of_several_weights(kinds, widths, invariant, launches, parts):
+    """One for weights of one kind and as many parts of K."""
+    weights = []
+    for kind, n in zip(kinds, widths, strict=True):
+        stored = jnp.float8_e4m3fn if kind == "fp8" else jnp.bfloat16
+        blocks = jax.ShapeDtypeStruct((-(-n // 32), 160), jnp.uint8) if kind == "fp8" else None
+        weights.append((jax.ShapeDtypeStruct((n, 5120), stored), blocks))
+    options = dict(out_dtype=BF16, invariant=invariant)
+    traced = jax.make_jaxpr(functools.partial(hopper.partial_products_of, **options))(
+        jax.ShapeDtypeStruct((16, 5120), jnp.bfloat16), tuple(weights)
+    )
+    assert [out.shape for out in traced.out_avals] == [
+        (part, 16, n) for part, n in zip(parts, widths, strict=True)
+    ]
+    assert str(traced).count("name=product_") == launches
+
+
+def test_tiles_of_several_weights_follow_each_other():
+    several = Several((200, 64, 128), 64)
+    found = [tuple(map(int, several.place(jnp.int32(m)))) for m in range(several.tiles)]
+    assert found == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (2, 0), (2, 1)]
+    assert [int(several.value(which, (7, 8, 9))) for which, _ in found] == [7] * 4 + [8, 9, 9]
 
 
 COUNTS = (1, 2, 6, 7, 31, 63, 64, 65, 100, 128, 200)
