@@ -161,6 +161,21 @@ class Threads:
             total = arith.addi(total, part)
         return total
 
+    def float_total(self, value):
+        """Sum over the threads of a float32 in a word, in an order that is always the same; once a
+        block, for it has no bank."""
+        for distance in (1, 2, 4, 8, 16):
+            value = ptx(
+                "{ .reg .b32 t;"
+                f" shfl.sync.bfly.b32 t, $1, {distance}, 31, 0xffffffff; add.f32 $0, $1, t; }}",
+                value,
+                effects=True,
+            )
+        total, *others = self._gather(value, c(0))
+        for part in others:
+            total = ptx("add.f32 $0, $1, $2;", total, part)
+        return total
+
     def scan(self, value, bank):
         """(sum over the threads before this one, sum over all)."""
         own, total = value, c(0)

@@ -29,8 +29,8 @@ from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.linear import linear, linear_total
-from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.linear import linear, linear_normed, linear_total
+from deepinfer_jax.model.norm import Normed, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -89,7 +89,7 @@ def attention(
     weights: AttentionWeights,
     rows: Rows,
     cache: Cache,
-    x: Float[Array, "rows d"],
+    x: Normed,
     selection: Selection | None,
     capture: Capture,
     *,
@@ -131,14 +131,14 @@ def queries(
     setup: Setup,
     weights: AttentionWeights,
     rows: Rows,
-    x: Float[Array, "rows d"],
+    x: Float[Array, "rows d"] | Normed,
     *,
     compressed: bool,
-) -> tuple[Float[Array, "rows q_rank"], Float[Array, "rows heads c"]]:
+) -> tuple[Normed, Float[Array, "rows heads c"]]:
     """The normed low-rank query (the indexer reads it too) and the rotated heads."""
     cfg = setup.cfg
-    low = rms_norm(linear(setup, x, weights.wq_a), weights.q_norm, cfg.rms_norm_eps)
-    heads = linear(setup, low, weights.wq_b).reshape(x.shape[0], -1, cfg.head_dim)
+    low = linear_normed(setup, x, weights.wq_a, weights.q_norm)
+    heads = linear(setup, low, weights.wq_b).reshape(rows.position.shape[0], -1, cfg.head_dim)
     return low, rope.rotate(heads, rows.position, rope.inverse_frequencies(cfg, compressed))
 
 
@@ -147,7 +147,7 @@ def window_rows(
     setup: Setup,
     weights: AttentionWeights,
     rows: Rows,
-    x: Float[Array, "rows d"],
+    x: Float[Array, "rows d"] | Normed,
     *,
     compressed: bool,
 ) -> quant.Stored:
@@ -177,7 +177,7 @@ def produce(
     weights: AttentionWeights,
     rows: Rows,
     cache: Cache,
-    x: Float[Array, "rows d"],
+    x: Normed,
     capture: Capture,
 ) -> Cache:
     """Writes the compressed entries and index keys that the rows complete."""

@@ -22,7 +22,7 @@ from deepinfer_jax.model.attention import AttentionWeights
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.hyper import Hidden, HyperWeights
 from deepinfer_jax.model.moe import MoEWeights
-from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.norm import Normed, normed
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
 from deepinfer_jax.spec import Leaf, Param, norm
@@ -68,7 +68,7 @@ def block(
     weights: BlockWeights,
     hidden: Hidden,
     valid: Bool[Array, " rows"],
-    attend: Callable[[Float[Array, "rows d"]], tuple[Float[Array, "rows d"], Any]],
+    attend: Callable[[Normed], tuple[Float[Array, "rows d"], Any]],
     *,
     layer: int,
     experts_per_token: int,
@@ -76,17 +76,16 @@ def block(
     routes: Int32[Array, "rows k"] | None = None,
 ) -> tuple[Hidden, Any]:
     """Both sublayers; `attend` maps normed rows to (output, state) and the state is handed back."""
-    eps = setup.cfg.rms_norm_eps
     mix = hyper.mixes(setup, weights.hc_attn, hidden.streams, hidden.mean_square)
-    x = rms_norm(hidden.collapsed, weights.attn_norm, eps)
-    capture.add("attn_in", layer, x)
+    x = normed(setup, hidden.collapsed, weights.attn_norm)
+    capture.add("attn_in", layer, x.rows)
     out, state = attend(x)
     capture.add("attn_out", layer, out)
     hidden = hyper.update(setup, out, hidden.streams, mix)
 
     after = hyper.mixes(setup, weights.hc_ffn, hidden.streams, hidden.mean_square)
-    x = rms_norm(hidden.collapsed, weights.ffn_norm, eps)
-    capture.add("ffn_in", layer, x)
+    x = normed(setup, hidden.collapsed, weights.ffn_norm)
+    capture.add("ffn_in", layer, x.rows)
     out = moe.moe(
         setup,
         weights.ffn,

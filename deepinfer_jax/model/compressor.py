@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.norm import Normed, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, norm, plain
@@ -48,7 +48,11 @@ def abstract(cfg: ModelConfig, ratio: int) -> CompressorWeights:
 
 
 def compress(
-    setup: Setup, weights: CompressorWeights, rows: Rows, x: Float[Array, "rows d"], ring: Any
+    setup: Setup,
+    weights: CompressorWeights,
+    rows: Rows,
+    x: Float[Array, "rows d"] | Normed,
+    ring: Any,
 ) -> tuple[Float[Array, "rows c"], Any]:
     """The latent that each row completes, un-rotated, and the ring of open groups afterwards."""
     with jax.named_scope("compressor"):

@@ -28,8 +28,8 @@ from deepinfer_jax.model.block import BlockWeights
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.head import embedded, head_logits
-from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.linear import linear, linear_normed
+from deepinfer_jax.model.norm import Normed
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, dense, norm, plain
@@ -92,8 +92,7 @@ def remember(
     """Writes the context of the processed rows into the draft rings; rows that are not valid write
     nothing."""
     with jax.named_scope("dspark_context"):
-        main = linear(setup, taps, weights.main_proj)
-        main = rms_norm(main, weights.main_norm, setup.cfg.rms_norm_eps)
+        main = linear_normed(setup, taps, weights.main_proj, weights.main_norm)
         rings = tuple(
             caches.write_ring(
                 ring, attention.window_rows(setup, stage.attn, rows, main, compressed=False), rows
@@ -179,7 +178,7 @@ def draft_greedy(
 
 
 def _attend(
-    setup: Setup, stage: BlockWeights, rows: Rows, ring: Leaf, x: Float[Array, "rows d"]
+    setup: Setup, stage: BlockWeights, rows: Rows, ring: Leaf, x: Normed
 ) -> Float[Array, "rows d"]:
     """Attention of block rows over the context ring and over each other."""
     cfg = setup.cfg

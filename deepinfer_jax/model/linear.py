@@ -2,7 +2,7 @@
 
 With `Numerics.act_quant` the input of an FP8 or FP4 weight goes through e4m3 first (groups of 32
 channels, power-of-two scales), as the released code does; unquantised weights take their input as
-it is.
+it is. Rows that come out of a norm (`Normed`) are already there both ways.
 """
 
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.model import parallel
 from deepinfer_jax.model.compile import shared
+from deepinfer_jax.model.norm import Normed, normed, normed_parts
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized
 from pallas_kernels import formats, quantise, row_matmul
@@ -18,7 +19,7 @@ from pallas_kernels import formats, quantise, row_matmul
 @shared("setup", "dtype", "rounded")
 def linear(
     setup: Setup,
-    x: Float[Array, "rows k"],
+    x: Float[Array, "rows k"] | Normed,
     weight: Leaf,
     *,
     dtype: jnp.dtype | None = None,
@@ -26,8 +27,7 @@ def linear(
 ) -> Float[Array, "rows n"]:
     """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`; `rounded`: x has
     been through e4m3 where the weight wants that."""
-    if rounds_input(setup, weight) and not rounded:
-        x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
+    x = x if rounded and not isinstance(x, Normed) else _operand(setup, x, weight)
     return row_matmul.matmul(
         x,
         *_stored(weight, x.dtype),
@@ -39,12 +39,11 @@ def linear(
 
 @shared("setup")
 def linear_parts(
-    setup: Setup, x: Float[Array, "rows k"], weights: tuple[Leaf, ...]
+    setup: Setup, x: Float[Array, "rows k"] | Normed, weights: tuple[Leaf, ...]
 ) -> list[Float[Array, "parts rows n"]]:
     """`linear` with several weights of one kind, each before the sum over its parts of K
     (row_matmul.partial_products)."""
-    if rounds_input(setup, weights[0]):
-        x = quantise.round_trip(x, implementation=setup.kernels["quantise"])
+    x = _operand(setup, x, weights[0])
     stored = tuple(_stored(weight, x.dtype) for weight in weights)
     return row_matmul.partial_products_of(
         x,
@@ -53,6 +52,34 @@ def linear_parts(
         invariant=setup.numerics.invariant,
         implementation=setup.kernels["row_matmul"],
     )
+
+
+@shared("setup")
+def linear_normed(
+    setup: Setup, x: Float[Array, "rows k"] | Normed, weight: Leaf, scale: Float[Array, " n"]
+) -> Normed:
+    """The norm with weight `scale` of `linear`, whose parts its kernel adds."""
+    if not setup.numerics.act_quant:
+        return normed(setup, linear(setup, x, weight), scale)
+    x = _operand(setup, x, weight)
+    parts = row_matmul.partial_products(
+        x,
+        *_stored(weight, x.dtype),
+        out_dtype=x.dtype,
+        invariant=setup.numerics.invariant,
+        implementation=setup.kernels["row_matmul"],
+    )
+    return normed_parts(setup, parts, scale, x.dtype)
+
+
+def _operand(
+    setup: Setup, x: Float[Array, "rows k"] | Normed, weight: Leaf
+) -> Float[Array, "rows k"]:
+    """What the product with the weight takes."""
+    rounds = rounds_input(setup, weight)
+    if isinstance(x, Normed):
+        return x.rounded if rounds and x.rounded is not None else x.rows
+    return quantise.round_trip(x, implementation=setup.kernels["quantise"]) if rounds else x
 
 
 def linear_total(

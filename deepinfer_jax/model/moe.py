@@ -20,6 +20,7 @@ from deepinfer_jax.model import dispatch
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.linear import linear_parts, linear_total, rounds_input
+from deepinfer_jax.model.norm import Normed
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
 from pallas_kernels import formats, grouped_gemm, quantise, router, row_matmul
@@ -74,7 +75,7 @@ def abstract(cfg: ModelConfig, experts: int) -> MoEWeights:
 def moe(
     setup: Setup,
     weights: MoEWeights,
-    x: Float[Array, "rows d"],
+    x: Normed,
     valid: Bool[Array, " rows"],
     *,
     experts_per_token: int,
@@ -84,11 +85,12 @@ def moe(
 ) -> Float[Array, "rows d"]:
     """The whole sublayer on normed rows; routes: see `route`."""
     with jax.named_scope("moe"):
-        chosen, route_weight = route(setup, weights, x, experts_per_token, routes)
+        chosen, route_weight = route(setup, weights, x.rows, experts_per_token, routes)
         capture.add("routes", layer, chosen)
         capture.add("route_weights", layer, route_weight)
-        routed = routed_experts(setup, weights, x, valid, chosen, route_weight)
-        return (routed + shared_expert(setup, weights, x).astype(jnp.float32)).astype(x.dtype)
+        routed = routed_experts(setup, weights, x.rows, valid, chosen, route_weight)
+        shared = shared_expert(setup, weights, x).astype(jnp.float32)
+        return (routed + shared).astype(x.dtype)
 
 
 @shared("setup", "experts_per_token")
@@ -189,7 +191,7 @@ def _wire(width: int, dtype: jnp.dtype) -> dispatch.Wire:
 
 @shared("setup")
 def shared_expert(
-    setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"]
+    setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"] | Normed
 ) -> Float[Array, "rows d"]:
     """The expert every row goes through."""
     with jax.named_scope("shared_expert"):

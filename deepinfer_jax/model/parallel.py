@@ -143,13 +143,14 @@ def whole(
 
 
 def columns(
-    function: Callable[[Array], Array],
-    x: Float[Array, "rows d"],
+    function: Callable[[Any], Array],
+    x: Any,
     layout: Layout,
     logical: str,
     phase: str | None = None,
 ) -> Float[Array, "rows n"]:
-    """All columns of ``function(x)``, a product with a weight whose output axis is ``logical``.
+    """All columns of ``function(x)``, a product with a weight whose output axis is ``logical``;
+    x: [rows, d], or a tree of such.
 
     Shards that work on the same rows join their columns. Shards that work on different rows
     compute everybody's rows and hand each its own.

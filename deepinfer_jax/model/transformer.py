@@ -45,7 +45,7 @@ from deepinfer_jax.model.capture import ROW_NAMES, Capture
 from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.hyper import Hidden
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.norm import rms_norm
+from deepinfer_jax.model.norm import Normed, normed, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -299,8 +299,8 @@ def collapse(
     x = hidden.collapsed
     capture.add("collapsed", setup.cfg.num_hidden_layers, x)
     if capture.wants("normed"):
-        normed = rms_norm(x, weights.norm, setup.cfg.rms_norm_eps)
-        capture.add("normed", setup.cfg.num_hidden_layers, normed)
+        rows = rms_norm(x, weights.norm, setup.cfg.rms_norm_eps)
+        capture.add("normed", setup.cfg.num_hidden_layers, rows)
     return x
 
 
@@ -319,7 +319,7 @@ def _layer(
 ) -> tuple[Hidden, tuple[Cache, Selection | None]]:
     """One backbone block; `produced`: a source's entries are already written."""
 
-    def attend(x: Array) -> tuple[Array, tuple[Cache, Selection | None]]:
+    def attend(x: Normed) -> tuple[Array, tuple[Cache, Selection | None]]:
         out, after, chosen = attention.attention(
             setup, plan, layer.attn, rows, cache, x, selection, capture, produced=produced
         )
@@ -349,5 +349,5 @@ def _produce_only(
 ) -> Cache:
     """The border layer's compressed entries and index keys for every row, and nothing else of
     it."""
-    x = rms_norm(hidden.collapsed, layer.attn_norm, setup.cfg.rms_norm_eps)
+    x = normed(setup, hidden.collapsed, layer.attn_norm)
     return attention.produce(setup, plan, layer.attn, rows, cache, x, capture)

@@ -6,6 +6,10 @@
 y is exact in bfloat16. Every implementation gives the same bits: the only operations over several
 channels are maxima. The reference is the plain formula, which XLA runs on a GPU as two or three
 launches; the kernel is one.
+
+`normed` is the RMS norm before it too, which leaves the row both ways:
+  x = sum of the parts,   n = w x / sqrt(mean(x^2) + eps),   y = round_trip(n)
+Its kernel adds the squares in another order than the reference.
 """
 
 from jax.typing import DTypeLike
@@ -59,3 +63,27 @@ def swiglu(
     """
     options = dict(limit=limit, dtype=dtype, act_quant=act_quant)
     return call("quantise", "swiglu", IMPLEMENTATIONS, implementation, (gate, up), options)
+
+
+def normed(
+    parts: Float[Array, "parts rows k"],
+    weight: Float[Array, " k"],
+    *,
+    eps: float,
+    dtype: DTypeLike,
+    implementation: str = "auto",
+) -> tuple[Float[Array, "rows k"], Float[Array, "rows k"]]:
+    """Rows after their RMS norm, and the round trip of those, both in `dtype`.
+
+    Args:
+        parts: f32 or `dtype`; added in order and rounded to `dtype` before the norm (rows as they
+            are: one part).
+        weight: of the norm, multiplied in float32.
+        eps: added to the mean square.
+        dtype: bf16 or f32.
+
+    Raises:
+        NotImplementedError: the named implementation declines this case.
+    """
+    options = dict(eps=eps, dtype=dtype)
+    return call("quantise", "normed", IMPLEMENTATIONS, implementation, (parts, weight), options)

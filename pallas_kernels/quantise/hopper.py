@@ -1,4 +1,5 @@
-"""Activations through e4m3 and back in one launch, bound by memory; after SwiGLU in gated.py.
+"""Activations through e4m3 and back in one launch, bound by memory; after SwiGLU in
+gated.py, after the norm in norm.py.
 
 A row is read as lines of 128 channels, four threads a line; threads.py says who holds what.
 """
@@ -15,6 +16,7 @@ from jaxtyping import Array, Float, Int32
 from pallas_kernels import ptx as t
 from pallas_kernels.quantise import threads
 from pallas_kernels.quantise.gated import swiglu as swiglu
+from pallas_kernels.quantise.norm import normed as normed
 from pallas_kernels.quantise.threads import GROUPS, LINE
 
 LINES = 32

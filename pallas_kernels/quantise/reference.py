@@ -1,4 +1,4 @@
-"""Activations through e4m3 and back in plain jnp."""
+"""Activations through e4m3 and back, perhaps after SwiGLU or a norm, in plain jnp."""
 
 import jax
 import jax.numpy as jnp
@@ -34,3 +34,20 @@ def _total(parts: Float[Array, "parts rows n"]) -> Float[Array, "rows n"]:
     for part in parts[1:]:
         total = total + part
     return total
+
+
+def normed(
+    parts: Float[Array, "parts rows k"],
+    weight: Float[Array, " k"],
+    *,
+    eps: float,
+    dtype: DTypeLike,
+) -> tuple[Float[Array, "rows k"], Float[Array, "rows k"]]:
+    """See pallas_kernels.quantise.normed."""
+    x = formats.rounded(_total(parts), dtype)
+    with jax.named_scope("rms_norm"):
+        wide = x.astype(jnp.float32)
+        mean = jnp.mean(jnp.square(wide), axis=-1, keepdims=True)
+        scaled = wide * jax.lax.rsqrt(mean + jnp.float32(eps))
+        rows = formats.rounded(weight.astype(jnp.float32)[None] * scaled, dtype)
+    return rows, round_trip(rows)

@@ -1,6 +1,7 @@
 """Named cases of the activations' way through e4m3: small ones, and the released widths (the
 model's, an expert's, the query's low rank, the attention output's) at several row counts; SwiGLU of
-the shared expert with as many parts of K as its two products in one launch have."""
+the shared expert with as many parts of K as its two products in one launch have; the norm before it
+at the model's width and at the query's, whose product comes in parts."""
 
 import functools
 
@@ -11,6 +12,10 @@ import numpy as np
 
 from pallas_kernels.cases import Case
 
+EPS = 1e-20
+"""Of the released model."""
+QUERIES = ((16, 10, "f32"), (384, 10, "f32"), (1536, 2, "f32"), (16384, 1, "bf16"))
+"""Row counts of the released query, and in how many parts of what dtype its product comes."""
 DTYPES = {"bf16": ml_dtypes.bfloat16, "f32": np.float32}
 
 
@@ -79,6 +84,45 @@ def swiglu(
     )
 
 
+def _normed_shapes(parts: int, rows: int, k: int, dtype: str, part: str) -> tuple:
+    shapes = ((parts, rows, k), DTYPES[part]), ((k,), DTYPES[dtype])
+    return tuple(jax.ShapeDtypeStruct(shape, jnp.dtype(kind)) for shape, kind in shapes)
+
+
+def _normed_inputs(rng: np.random.Generator, args: tuple) -> tuple:
+    return tuple(
+        rng.standard_normal(x.shape, dtype=np.float32).astype(x.dtype)
+        for x in _normed_shapes(*args)
+    )
+
+
+def normed(
+    name: str,
+    parts: int,
+    rows: int,
+    k: int,
+    dtype: str = "bf16",
+    part: str = "f32",
+    *,
+    tags: tuple[str, ...] = ("test",),
+) -> Case:
+    """One case of `normed`; part: dtype of the parts."""
+    args = parts, rows, k, dtype, part
+    size, out = (np.dtype(DTYPES[x]).itemsize for x in (part, dtype))
+    return Case(
+        name=name,
+        function="normed",
+        build=functools.partial(_normed_inputs, args=args),
+        shapes=functools.partial(_normed_shapes, *args),
+        small=lambda _: (None, None),
+        options=(("dtype", jnp.dtype(DTYPES[dtype])), ("eps", EPS)),
+        bytes=rows * k * (parts * size + 2 * out) + k * out,
+        tags=frozenset(tags),
+        tolerance=2e-3,
+        instructions=(),
+    )
+
+
 CASES: tuple[Case, ...] = (
     case("one_row", 1, 128),
     case("odd_rows", 37, 384),
@@ -101,5 +145,19 @@ CASES: tuple[Case, ...] = (
             (384, 1, "bf16"),
             (16384, 1, "bf16"),
         )
+    ),
+    normed("normed_one", 1, 1, 128),
+    normed("normed_parts", 3, 5, 384),
+    normed("normed_bf16", 1, 7, 256, part="bf16"),
+    normed("normed_f32", 2, 3, 80, "f32"),
+    normed("normed_8192", 1, 16, 8192, part="bf16", tags=("aot",)),
+    normed("normed_8192_parts", 10, 16, 8192, tags=("aot",)),
+    *(
+        normed(f"normed_{rows}_5120", 1, rows, 5120, part="bf16", tags=("aot", "bench"))
+        for rows in (16, 384, 1536, 16384)
+    ),
+    *(
+        normed(f"normed_{rows}_1280", parts, rows, 1280, part=part, tags=("aot", "bench"))
+        for rows, parts, part in QUERIES
     ),
 )

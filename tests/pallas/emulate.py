@@ -207,6 +207,8 @@ def compute(op: str, v: list):
         "max.NaN.f32": lambda: np.maximum(*map(as_float, v)).view(np.uint32),
         "ex2.approx.ftz.f32": lambda: power(as_float(v[0])).view(np.uint32),
         "rcp.approx.ftz.f32": lambda: (1 / as_float(v[0])).view(np.uint32),
+        "div.rn.f32": lambda: as_float(v[0]) / as_float(v[1]),
+        "rsqrt.approx.f32": lambda: np.float32(1) / np.sqrt(as_float(v[0])),
         "prmt.b32": lambda: permute(*v),
         "cvt.rzi.s32.f32": lambda: as_float(v[0]).astype(np.int32).view(np.uint32),
         "cvt.u32.u16": lambda: v[0] & np.uint32(0xFFFF),

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import registers, target
+from pallas_kernels import formats, registers, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.quantise import hopper as quantise
 from pallas_kernels.row_matmul import hopper, plans
@@ -156,6 +156,18 @@ def test_hyper_connections(op, case):
     else:
         args = tuple(x[-3:] for x in args)
     for result, whole in zip(compiled(op, case)(*args), got, strict=True):
+        np.testing.assert_array_equal(result, whole[-3:])
+
+
+@pytest.mark.parametrize(("op", "case"), released("quantise", "normed"))
+def test_norm_and_quantise(op, case):
+    parts, weight = args = fresh(case)
+    normed, rounded = twice(compiled(op, case), args)
+    error = relative(normed, reference(op, case, *args)[0])
+    assert error <= case.tolerance, error
+    check_bits(rounded, jax.jit(formats.round_trip_activations)(jnp.asarray(normed)))
+    few = compiled(op, case)(parts[:, -3:], weight)
+    for result, whole in zip(few, (normed, rounded), strict=True):
         np.testing.assert_array_equal(result, whole[-3:])
 
 
