@@ -100,8 +100,9 @@ def _attend(
     main: Float[Array, "context d"],
     seen: Any,
     stored: bool,
-) -> tuple[Float[Array, "rows d"], None]:
-    """Attention of block rows over the context before them and over each other."""
+) -> tuple[Float[Array, "parts rows d"], None]:
+    """Attention of block rows over the context before them and over each other, its output in
+    parts."""
     k, (anchors, length) = rows.width, seen.shape
     _, query = attention.queries(setup, weights, rows, x, compressed=False)
     own = network.window_kv(setup, weights, rows, x, compressed=False, stored=stored)

@@ -130,13 +130,14 @@ def block(
 ) -> tuple[Array, Array, Any, Array]:
     """Attention and experts of a layer or a draft stage, each between its mHC mixes.
 
-    pre: the mix that the sublayer before predicted; attend: of the normalised rows, its output and
-    anything else; taken: experts a row. Streams and pre after it, what else `attend` gave, and rows
-    an expert took."""
+    pre: the mix that the sublayer before predicted; attend: of the normalised rows, its output in
+    parts and anything else; taken: experts a row. Streams and pre after it, what else `attend`
+    gave, and rows an expert took."""
     eps = setup.cfg.rms_norm_eps
     hidden = hyper.hidden(streams, pre)
     mix = hyper.mixes(setup, weights.hc_attn, streams, hidden.mean_square)
-    out, more = attend(rms_norm(hidden.collapsed, weights.attn_norm, eps))
+    parts, more = attend(rms_norm(hidden.collapsed, weights.attn_norm, eps))
+    out = hyper.whole(parts, streams.dtype)
     hidden = hyper.hidden(write_back(drop(out), streams, mix), mix.pre)
     after = hyper.mixes(setup, weights.hc_ffn, hidden.streams, hidden.mean_square)
     x = rms_norm(hidden.collapsed, weights.ffn_norm, eps)
@@ -191,7 +192,7 @@ def _attention(
     x: Float[Array, "rows d"],
     shared: Shared,
     stored: bool,
-) -> tuple[Float[Array, "rows d"], tuple[Shared, Float[Array, ""]]]:
+) -> tuple[Float[Array, "parts rows d"], tuple[Shared, Float[Array, ""]]]:
     cfg = setup.cfg
     compressed = plan.ratio > 0
     batch, seq = rows.groups, rows.width

@@ -29,7 +29,7 @@ from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.linear import linear, linear_normed, linear_total
+from deepinfer_jax.model.linear import linear, linear_normed, linear_parts, linear_total
 from deepinfer_jax.model.norm import Normed, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
@@ -94,7 +94,7 @@ def attention(
     capture: Capture,
     *,
     produced: bool = False,
-) -> tuple[Float[Array, "rows d"], Cache, Selection | None]:
+) -> tuple[Float[Array, "parts rows d"], Cache, Selection | None]:
     """One attention sublayer on normed rows x; `produced`: the compressed entries are already in
     the cache."""
     with jax.named_scope("attention"):
@@ -243,9 +243,9 @@ def output(
     out: Float[Array, "rows heads c"],
     *,
     compressed: bool,
-) -> Float[Array, "rows d"]:
+) -> Float[Array, "parts rows d"]:
     """Rotates back at the query's position and projects group by group; wo_a takes its input
-    unquantised."""
+    unquantised. The result is in parts, for `hyper.update` to add."""
     with jax.named_scope("attention_output"):
         cfg, numerics = setup.cfg, setup.numerics
         out = rope.rotate(
@@ -262,7 +262,11 @@ def output(
             invariant=numerics.invariant,
             implementation=setup.kernels["row_matmul"],
         )
-        return linear_total(setup, low.reshape(out.shape[0], -1), weights.wo_b, "o_group")
+        low = low.reshape(out.shape[0], -1)
+        if setup.layout.mesh_axes("o_group"):
+            return linear_total(setup, low, weights.wo_b, "o_group")[None]
+        (parts,) = linear_parts(setup, low, (weights.wo_b,))
+        return parts
 
 
 def _replaced(items: tuple, index: int, value: object) -> tuple:

@@ -68,20 +68,22 @@ def block(
     weights: BlockWeights,
     hidden: Hidden,
     valid: Bool[Array, " rows"],
-    attend: Callable[[Normed], tuple[Float[Array, "rows d"], Any]],
+    attend: Callable[[Normed], tuple[Float[Array, "parts rows d"], Any]],
     *,
     layer: int,
     experts_per_token: int,
     capture: Capture,
     routes: Int32[Array, "rows k"] | None = None,
 ) -> tuple[Hidden, Any]:
-    """Both sublayers; `attend` maps normed rows to (output, state) and the state is handed back."""
+    """Both sublayers; `attend` maps normed rows to (parts of the output, state) and the state is
+    handed back."""
     mix = hyper.mixes(setup, weights.hc_attn, hidden.streams, hidden.mean_square)
     x = normed(setup, hidden.collapsed, weights.attn_norm)
     capture.add("attn_in", layer, x.rows)
-    out, state = attend(x)
-    capture.add("attn_out", layer, out)
-    hidden = hyper.update(setup, out, hidden.streams, mix)
+    parts, state = attend(x)
+    if capture.wants("attn_out"):
+        capture.add("attn_out", layer, hyper.whole(parts, hidden.streams.dtype))
+    hidden = hyper.update(setup, parts, hidden.streams, mix)
 
     after = hyper.mixes(setup, weights.hc_ffn, hidden.streams, hidden.mean_square)
     x = normed(setup, hidden.collapsed, weights.ffn_norm)
@@ -98,4 +100,4 @@ def block(
     )
     capture.add("ffn_out", layer, out)
     capture.add("pre_mix", layer, after.pre)
-    return hyper.update(setup, out, hidden.streams, after), state
+    return hyper.update(setup, out[None], hidden.streams, after), state

@@ -179,8 +179,8 @@ def draft_greedy(
 
 def _attend(
     setup: Setup, stage: BlockWeights, rows: Rows, ring: Leaf, x: Normed
-) -> Float[Array, "rows d"]:
-    """Attention of block rows over the context ring and over each other."""
+) -> Float[Array, "parts rows d"]:
+    """Attention of block rows over the context ring and over each other, its output in parts."""
     cfg = setup.cfg
     _, query = attention.queries(setup, stage.attn, rows, x, compressed=False)
     own = attention.window_rows(setup, stage.attn, rows, x, compressed=False)

@@ -13,6 +13,9 @@ predicted, so one pass over X (`update`) writes it back, collapses it for the ne
 takes the mean of its squares. Kernels: pallas_kernels/hyper_connections.
 """
 
+import functools
+import operator
+
 import flax.struct
 import jax
 import jax.numpy as jnp
@@ -92,6 +95,11 @@ def hidden(streams: Float[Array, "rows n d"], pre: Float[Array, "rows n"]) -> Hi
         return Hidden(streams, pre, collapsed, mean_square)
 
 
+def whole(parts: Float[Array, "parts rows d"], dtype: jnp.dtype) -> Float[Array, "rows d"]:
+    """A sublayer's output as `update` takes it: its parts added in order, rounded once."""
+    return functools.reduce(operator.add, list(parts)).astype(dtype)
+
+
 @shared("setup")
 def mixes(
     setup: Setup,
@@ -126,12 +134,16 @@ def mixes(
 
 @shared("setup")
 def update(
-    setup: Setup, out: Float[Array, "rows d"], streams: Float[Array, "rows n d"], mix: Mixes
+    setup: Setup,
+    parts: Float[Array, "parts rows d"],
+    streams: Float[Array, "rows n d"],
+    mix: Mixes,
 ) -> Hidden:
-    """The state after a sublayer whose output is `out`; the next one collapses it with mix.pre."""
+    """The state after a sublayer whose output is `whole(parts)`; the next one collapses it with
+    mix.pre."""
     with jax.named_scope("mhc_update"):
         streams, collapsed, mean_square = hyper_connections.update(
-            out,
+            parts,
             streams,
             mix.post,
             mix.comb,

@@ -57,7 +57,7 @@ def mixes(
 
 
 def update(
-    out: Float[Array, "rows d"],
+    parts: Float[Array, "parts rows d"],
     streams: Float[Array, "rows n d"],
     post: Float32[Array, "rows n"],
     comb: Float32[Array, "rows n n"],
@@ -68,7 +68,8 @@ def update(
     """The streams after a sublayer, and what the next one needs of them.
 
     Args:
-        out: the sublayer's output.
+        parts: of the sublayer's output: float32, or the dtype of `streams`; added in order and
+            rounded to the latter.
         comb: (source, destination).
         pre: the mix that the next sublayer collapses the streams with.
 
@@ -84,6 +85,6 @@ def update(
         "update",
         IMPLEMENTATIONS,
         implementation,
-        (out, streams, post, comb, pre),
+        (parts, streams, post, comb, pre),
         {},
     )

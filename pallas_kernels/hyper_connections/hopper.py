@@ -26,6 +26,8 @@ SPREAD = 4224
 """Up to as many rows a block has few, so that they spread over a chip's 132 multiprocessors."""
 VECTOR = 16
 """Bytes of one access."""
+PARTS = 4
+"""Most parts of a sublayer's output that a thread reads ahead; more are added up before."""
 
 
 def mixes(
@@ -49,7 +51,7 @@ def mixes(
 
 
 def update(
-    out: Float[Array, "rows d"],
+    parts: Float[Array, "parts rows d"],
     streams: Float[Array, "rows n d"],
     post: Float32[Array, "rows n"],
     comb: Float32[Array, "rows n n"],
@@ -58,13 +60,16 @@ def update(
     """See pallas_kernels.hyper_connections.update."""
     rows, n, width = streams.shape
     _check(rows, n)
-    if streams.dtype not in (jnp.bfloat16, jnp.float32) or out.dtype != streams.dtype:
-        raise NotImplementedError(
-            f"out is {out.dtype} and streams {streams.dtype}, expected both bf16 or both f32"
-        )
+    if streams.dtype not in (jnp.bfloat16, jnp.float32):
+        raise NotImplementedError(f"streams are {streams.dtype}, expected bf16 or f32")
+    if parts.dtype not in (streams.dtype, jnp.float32):
+        raise NotImplementedError(f"parts are {parts.dtype} beside streams of {streams.dtype}")
     if width % THREADS:
         raise NotImplementedError(f"{width} columns are not a multiple of {THREADS}")
-    return _update_program(rows, n, width, streams.dtype)(out, streams, post, comb, pre)
+    if parts.shape[0] > PARTS:
+        parts = functools.reduce(operator.add, list(parts)).astype(streams.dtype)[None]
+    run = _update_program(parts.shape[0], rows, n, width, streams.dtype)
+    return run(parts, streams, post, comb, pre)
 
 
 def _check(rows: int, n: int) -> None:
@@ -128,18 +133,19 @@ def _mixes_program(count: int, rows: int, n: int, eps: float, hc_eps: float, ite
 
 
 @functools.lru_cache(maxsize=64)
-def _update_program(rows: int, n: int, width: int, dtype: jnp.dtype):
-    """The callable for one shape."""
+def _update_program(count: int, rows: int, n: int, width: int, dtype: jnp.dtype):
+    """The callable for one shape; count: parts of the sublayer's output."""
     vector = math.gcd(width // THREADS, VECTOR // dtype.itemsize)
     chunk = vector * THREADS
     layout = plgpu.Layout.WG_STRIDED((chunk,), vec_size=vector)
 
-    def body(out, streams, post, comb, pre, new, collapsed, mean_square):
+    def body(parts, streams, post, comb, pre, new, collapsed, mean_square):
         row = lax.axis_index("row")
 
         def read(number):
             columns = pl.ds(number * chunk, chunk)
-            sources = [out.at[row, columns], *(streams.at[row, i, columns] for i in range(n))]
+            sources = [parts.at[i, row, columns] for i in range(count)]
+            sources += [streams.at[row, i, columns] for i in range(n)]
             return tuple(plgpu.load(x, layout=layout, optimized=False) for x in sources)
 
         before = [pre[row, j] for j in range(n)]
@@ -148,7 +154,8 @@ def _update_program(rows: int, n: int, width: int, dtype: jnp.dtype):
 
         def combine(number, held, total):
             columns = pl.ds(number * chunk, chunk)
-            added, *wide = (x.astype(jnp.float32) for x in held)
+            added = functools.reduce(operator.add, held[:count]).astype(dtype).astype(jnp.float32)
+            wide = [x.astype(jnp.float32) for x in held[count:]]
             summed = None
             for j in range(n):
                 kept = functools.reduce(operator.add, (square[i][j] * wide[i] for i in range(n)))

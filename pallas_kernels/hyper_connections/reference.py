@@ -45,13 +45,14 @@ def sinkhorn(
 
 
 def update(
-    out: Float[Array, "rows d"],
+    parts: Float[Array, "parts rows d"],
     streams: Float[Array, "rows n d"],
     post: Float32[Array, "rows n"],
     comb: Float32[Array, "rows n n"],
     pre: Float32[Array, "rows n"],
 ) -> tuple[Float[Array, "rows n d"], Float[Array, "rows d"], Float32[Array, " rows"]]:
     """See pallas_kernels.hyper_connections.update."""
+    out = functools.reduce(operator.add, list(parts)).astype(streams.dtype)
     wide = streams.astype(jnp.float32)
     kept = jnp.sum(comb[:, :, :, None] * wide[:, :, None, :], axis=1)
     new = post[:, :, None] * out.astype(jnp.float32)[:, None, :]

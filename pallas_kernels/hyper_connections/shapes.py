@@ -57,9 +57,9 @@ def mixes(
     )
 
 
-def _update_shapes(rows: int, n: int, width: int, dtype: Any) -> tuple:
+def _update_shapes(parts: int, rows: int, n: int, width: int, dtype: Any) -> tuple:
     return (
-        jax.ShapeDtypeStruct((rows, width), dtype),
+        jax.ShapeDtypeStruct((parts, rows, width), dtype if parts == 1 else jnp.float32),
         jax.ShapeDtypeStruct((rows, n, width), dtype),
         jax.ShapeDtypeStruct((rows, n), jnp.float32),
         jax.ShapeDtypeStruct((rows, n, n), jnp.float32),
@@ -67,10 +67,10 @@ def _update_shapes(rows: int, n: int, width: int, dtype: Any) -> tuple:
     )
 
 
-def _update_inputs(rng: np.random.Generator, rows: int, n: int, width: int, dtype: Any) -> tuple:
+def _update_inputs(rng: np.random.Generator, *shape: Any) -> tuple:
     return tuple(
         rng.standard_normal(x.shape, dtype=np.float32).astype(x.dtype)
-        for x in _update_shapes(rows, n, width, dtype)
+        for x in _update_shapes(*shape)
     )
 
 
@@ -80,19 +80,21 @@ def update(
     n: int = STREAMS,
     width: int = WIDTH,
     *,
+    parts: int = 1,
     dtype: Any = ml_dtypes.bfloat16,
     tags: tuple[str, ...] = ("test",),
 ) -> Case:
-    """One case of `update`."""
-    size = np.dtype(dtype).itemsize
+    """One case of `update`; several parts are float32, one is of the streams' type."""
+    size, shape = np.dtype(dtype).itemsize, (parts, rows, n, width, dtype)
     return Case(
         name=name,
         function="update",
-        build=functools.partial(_update_inputs, rows=rows, n=n, width=width, dtype=dtype),
-        shapes=functools.partial(_update_shapes, rows, n, width, dtype),
+        build=lambda rng: _update_inputs(rng, *shape),
+        shapes=functools.partial(_update_shapes, *shape),
         small=lambda _: (None,) * 5,
         flops=rows * width * 2 * n * (n + 3),
-        bytes=rows * (width * size * 2 * (n + 1) + 4 * (2 * n + n * n + 1)),
+        bytes=rows * (width * size * (2 * n + 1) + 4 * (2 * n + n * n + 1))
+        + rows * width * (size if parts == 1 else 4 * parts),
         tags=frozenset(tags),
         tolerance=1e-6 if size == 4 else 2e-3,
         instructions=(),
@@ -110,7 +112,13 @@ CASES: tuple[Case, ...] = (
     update("update_one_row", 1, 4, 1024),
     update("update_two_streams", 3, 2, 384),
     update("update_f32", 6, 4, 640, dtype=np.float32),
+    update("update_parts", 5, 4, 256, parts=3),
+    update("update_many_parts", 2, 2, 384, parts=6),
+    update("update_parts_f32", 4, 4, 640, parts=2, dtype=np.float32),
     *(mixes(f"mixes_{rows}", rows, parts=n, tags=("aot", "bench")) for rows, n in PARTS.items()),
     mixes("mixes_16384_invariant", 16384, parts=40, tags=("aot", "bench")),
-    *(update(f"update_{rows}", rows, tags=("aot", "bench")) for rows in PARTS),
+    *(
+        update(f"update_{rows}", rows, parts=4 if rows == 16 else 1, tags=("aot", "bench"))
+        for rows in PARTS
+    ),
 )

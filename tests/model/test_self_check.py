@@ -194,7 +194,7 @@ def test_update_sums_over_the_source_streams(released):
     comb[0, 0, 2] = 1  # source 0 goes to destination 2
     streams = np.arange(6, dtype=np.float32).reshape(1, 3, 2) + 1
     mix = hyper.Mixes(jnp.float32([[1, 0, 2]]), jnp.float32([[10, 0, 0]]), jnp.asarray(comb))
-    out = jnp.ones((1, 2), jnp.float32)
+    out = jnp.ones((1, 1, 2), jnp.float32)
     got = hyper.update(Setup(released), out, jnp.asarray(streams), mix)
     np.testing.assert_array_equal(got.streams[0], [[10, 10], [0, 0], [1, 2]])
     np.testing.assert_array_equal(got.pre, mix.pre)

@@ -30,17 +30,19 @@ def mixes64(parts, mean_square, scale, base, *, n, eps, hc_eps, iterations):
     return [np.stack(x) for x in zip(*(hyper.split(r, scale, base, cfg) for r in m), strict=True)]
 
 
-def check_update(got, out, streams, post, comb, pre):
+def check_update(got, parts, streams, post, comb, pre):
     """The new streams within their rounding; what follows from them, from those that came."""
     step = 2.0**-8 if got[0].dtype == jnp.bfloat16 else 2.0**-23
-    out, streams, post, comb, pre, new, collapsed, mean_square = (
-        np.asarray(x, np.float64) for x in (out, streams, post, comb, pre, *got)
+    out = functools.reduce(np.add, list(parts.astype(np.float32))).astype(streams.dtype)
+    streams, post, comb, pre, new, collapsed, mean_square = (
+        np.asarray(x, np.float64) for x in (streams, post, comb, pre, *got)
     )
-    want = post[:, :, None] * out[:, None] + np.einsum("rij,rid->rjd", comb, streams)
+    want = post[:, :, None] * out.astype(np.float64)[:, None]
+    want = want + np.einsum("rij,rid->rjd", comb, streams)
     np.testing.assert_allclose(new, want, rtol=step, atol=8e-7 * np.abs(want).max())
+    np.testing.assert_allclose(mean_square, np.square(new).mean((1, 2)), rtol=1e-6)
     want = np.einsum("rj,rjd->rd", pre, new)
     np.testing.assert_allclose(collapsed, want, rtol=step, atol=8e-7 * np.abs(want).max())
-    np.testing.assert_allclose(mean_square, np.square(new).mean((1, 2)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("implementation", NAMES)
@@ -135,10 +137,29 @@ def test_shapes_without_a_kernel_are_declined():
         parts = jnp.zeros((1, 3, 63)), jnp.zeros(3), jnp.zeros(3), jnp.zeros(63)
         hopper.mixes(*parts, n=7, eps=1e-6, hc_eps=1e-6, iterations=2)
     mixes = jnp.zeros((3, 2)), jnp.zeros((3, 2, 2)), jnp.zeros((3, 2))
-    with pytest.raises(NotImplementedError, match="64 columns are not a multiple of 128"):
-        hopper.update(jnp.zeros((3, 64)), jnp.zeros((3, 2, 64)), *mixes)
-    with pytest.raises(NotImplementedError, match="out is float32 and streams bfloat16, expected"):
-        hopper.update(jnp.zeros((3, 128)), jnp.zeros((3, 2, 128), jnp.bfloat16), *mixes)
+    for part, streams, why in [
+        (jnp.zeros((1, 3, 64)), jnp.zeros((3, 2, 64)), "64 columns are not a multiple of 128"),
+        (jnp.zeros((1, 3, 128)), jnp.zeros((3, 2, 128), jnp.float16), "streams are float16"),
+        (
+            jnp.zeros((1, 3, 128), jnp.bfloat16),
+            jnp.zeros((3, 2, 128)),
+            "parts are bfloat16 beside streams of float32",
+        ),
+    ]:
+        with pytest.raises(NotImplementedError, match=why):
+            hopper.update(part, streams, *mixes)
+
+
+@pytest.mark.parametrize("implementation", NAMES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+def test_an_output_in_parts_is_their_sum_rounded(dtype, implementation):
+    """1 + 2^-8 + 2^-20 rounds up in bf16, 1 + 2^-8 to the even number below."""
+    parts = jnp.float32([1, 2.0**-8, 2.0**-20])[:, None, None] * jnp.ones((3, 2, 128))
+    mixes = jnp.ones((2, 1)), jnp.zeros((2, 1, 1)), jnp.ones((2, 1))
+    call = functools.partial(hyper_connections.update, implementation=implementation)
+    got, *_ = call(parts, jnp.zeros((2, 1, 128), dtype), *mixes)
+    want = 1 + 2.0**-7 if dtype == jnp.bfloat16 else 1 + 2.0**-8 + 2.0**-20
+    assert (got == want).all()
 
 
 @pytest.mark.parametrize("implementation", NAMES)
