@@ -33,7 +33,7 @@ from deepinfer_jax.model.cache import PAGE, Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.hyper import Hidden
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.norm import Normed
+from deepinfer_jax.model.norm import Prepared
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.model.transformer import Weights
@@ -335,7 +335,7 @@ def _attend(
     rows: Rows,
     cache: Cache,
     selection: Selection | None,
-    x: Normed,
+    x: Prepared,
 ) -> tuple[Array, tuple[Cache, Selection | None]]:
     out, cache, selection = attention.attention(
         setup, plan, layer.attn, rows, cache, x, selection, Capture()

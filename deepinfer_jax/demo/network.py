@@ -26,7 +26,7 @@ from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model import rows as row_lists
 from deepinfer_jax.model.head import head_logits
 from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.norm import Normed, rms_norm
+from deepinfer_jax.model.norm import Prepared, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -321,7 +321,7 @@ def _scores(
     weights: Any,
     rows: Rows,
     x: Float[Array, "rows d"],
-    low: Normed,
+    low: Prepared,
     shared: Shared,
     stored: bool,
 ) -> Float[Array, "batch seq t"]:

@@ -30,7 +30,7 @@ from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.indexer import Selection
 from deepinfer_jax.model.linear import linear, linear_normed, linear_parts, linear_total
-from deepinfer_jax.model.norm import Normed, rms_norm
+from deepinfer_jax.model.norm import Prepared, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -89,7 +89,7 @@ def attention(
     weights: AttentionWeights,
     rows: Rows,
     cache: Cache,
-    x: Normed,
+    x: Prepared,
     selection: Selection | None,
     capture: Capture,
     *,
@@ -131,10 +131,10 @@ def queries(
     setup: Setup,
     weights: AttentionWeights,
     rows: Rows,
-    x: Float[Array, "rows d"] | Normed,
+    x: Float[Array, "rows d"] | Prepared,
     *,
     compressed: bool,
-) -> tuple[Normed, Float[Array, "rows heads c"]]:
+) -> tuple[Prepared, Float[Array, "rows heads c"]]:
     """The normed low-rank query (the indexer reads it too) and the rotated heads."""
     cfg = setup.cfg
     low = linear_normed(setup, x, weights.wq_a, weights.q_norm)
@@ -147,7 +147,7 @@ def window_rows(
     setup: Setup,
     weights: AttentionWeights,
     rows: Rows,
-    x: Float[Array, "rows d"] | Normed,
+    x: Float[Array, "rows d"] | Prepared,
     *,
     compressed: bool,
 ) -> quant.Stored:
@@ -177,7 +177,7 @@ def produce(
     weights: AttentionWeights,
     rows: Rows,
     cache: Cache,
-    x: Normed,
+    x: Prepared,
     capture: Capture,
 ) -> Cache:
     """Writes the compressed entries and index keys that the rows complete."""

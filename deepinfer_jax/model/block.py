@@ -22,7 +22,7 @@ from deepinfer_jax.model.attention import AttentionWeights
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.hyper import Hidden, HyperWeights
 from deepinfer_jax.model.moe import MoEWeights
-from deepinfer_jax.model.norm import Normed, normed
+from deepinfer_jax.model.norm import Prepared, normed
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
 from deepinfer_jax.spec import Leaf, Param, norm
@@ -68,7 +68,7 @@ def block(
     weights: BlockWeights,
     hidden: Hidden,
     valid: Bool[Array, " rows"],
-    attend: Callable[[Normed], tuple[Float[Array, "parts rows d"], Any]],
+    attend: Callable[[Prepared], tuple[Float[Array, "parts rows d"], Any]],
     *,
     layer: int,
     experts_per_token: int,

@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from deepinfer_jax.config import ModelConfig
 from deepinfer_jax.model import cache as caches
 from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.norm import Normed, rms_norm
+from deepinfer_jax.model.norm import Prepared, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, norm, plain
@@ -51,7 +51,7 @@ def compress(
     setup: Setup,
     weights: CompressorWeights,
     rows: Rows,
-    x: Float[Array, "rows d"] | Normed,
+    x: Float[Array, "rows d"] | Prepared,
     ring: Any,
 ) -> tuple[Float[Array, "rows c"], Any]:
     """The latent that each row completes, un-rotated, and the ring of open groups afterwards."""

@@ -29,7 +29,7 @@ from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.linear import linear, linear_normed
-from deepinfer_jax.model.norm import Normed
+from deepinfer_jax.model.norm import Prepared
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, dense, norm, plain
@@ -178,7 +178,7 @@ def draft_greedy(
 
 
 def _attend(
-    setup: Setup, stage: BlockWeights, rows: Rows, ring: Leaf, x: Normed
+    setup: Setup, stage: BlockWeights, rows: Rows, ring: Leaf, x: Prepared
 ) -> Float[Array, "parts rows d"]:
     """Attention of block rows over the context ring and over each other, its output in parts."""
     cfg = setup.cfg

@@ -22,7 +22,7 @@ from deepinfer_jax.model import parallel, quant, rope
 from deepinfer_jax.model.cache import Cache
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.linear import linear
-from deepinfer_jax.model.norm import Normed, rms_norm
+from deepinfer_jax.model.norm import Prepared, rms_norm
 from deepinfer_jax.model.rows import Rows, from_rectangle, occupied, to_rectangle
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -85,8 +85,8 @@ def select(
     weights: IndexerWeights,
     rows: Rows,
     cache: Cache,
-    x: Normed,
-    latent_query: Normed,
+    x: Prepared,
+    latent_query: Prepared,
     before: Selection | None,
     capture: Capture,
 ) -> Selection:

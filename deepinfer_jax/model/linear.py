@@ -2,7 +2,7 @@
 
 With `Numerics.act_quant` the input of an FP8 or FP4 weight goes through e4m3 first (groups of 32
 channels, power-of-two scales), as the released code does; unquantised weights take their input as
-it is. Rows that come out of a norm (`Normed`) are already there both ways.
+it is. Rows that a kernel has made for products (`Prepared`) are there both ways already.
 """
 
 import jax.numpy as jnp
@@ -10,24 +10,22 @@ from jaxtyping import Array, Float
 
 from deepinfer_jax.model import parallel
 from deepinfer_jax.model.compile import shared
-from deepinfer_jax.model.norm import Normed, normed, normed_parts
+from deepinfer_jax.model.norm import Prepared, normed, normed_parts
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized
 from pallas_kernels import formats, quantise, row_matmul
 
 
-@shared("setup", "dtype", "rounded")
+@shared("setup", "dtype")
 def linear(
     setup: Setup,
-    x: Float[Array, "rows k"] | Normed,
+    x: Float[Array, "rows k"] | Prepared,
     weight: Leaf,
     *,
     dtype: jnp.dtype | None = None,
-    rounded: bool = False,
 ) -> Float[Array, "rows n"]:
-    """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`; `rounded`: x has
-    been through e4m3 where the weight wants that."""
-    x = x if rounded and not isinstance(x, Normed) else _operand(setup, x, weight)
+    """x [rows, in] times `weight` [out, in] transposed, in x's dtype or `dtype`."""
+    x = _operand(setup, x, weight)
     return row_matmul.matmul(
         x,
         *_stored(weight, x.dtype),
@@ -39,7 +37,7 @@ def linear(
 
 @shared("setup")
 def linear_parts(
-    setup: Setup, x: Float[Array, "rows k"] | Normed, weights: tuple[Leaf, ...]
+    setup: Setup, x: Float[Array, "rows k"] | Prepared, weights: tuple[Leaf, ...]
 ) -> list[Float[Array, "parts rows n"]]:
     """`linear` with several weights of one kind, each before the sum over its parts of K
     (row_matmul.partial_products)."""
@@ -56,8 +54,8 @@ def linear_parts(
 
 @shared("setup")
 def linear_normed(
-    setup: Setup, x: Float[Array, "rows k"] | Normed, weight: Leaf, scale: Float[Array, " n"]
-) -> Normed:
+    setup: Setup, x: Float[Array, "rows k"] | Prepared, weight: Leaf, scale: Float[Array, " n"]
+) -> Prepared:
     """The norm with weight `scale` of `linear`, whose parts its kernel adds."""
     if not setup.numerics.act_quant:
         return normed(setup, linear(setup, x, weight), scale)
@@ -73,28 +71,26 @@ def linear_normed(
 
 
 def _operand(
-    setup: Setup, x: Float[Array, "rows k"] | Normed, weight: Leaf
+    setup: Setup, x: Float[Array, "rows k"] | Prepared, weight: Leaf
 ) -> Float[Array, "rows k"]:
     """What the product with the weight takes."""
     rounds = rounds_input(setup, weight)
-    if isinstance(x, Normed):
+    if isinstance(x, Prepared):
         return x.rounded if rounds and x.rounded is not None else x.rows
     return quantise.round_trip(x, implementation=setup.kernels["quantise"]) if rounds else x
 
 
 def linear_total(
     setup: Setup,
-    x: Float[Array, "rows k"],
+    x: Float[Array, "rows k"] | Prepared,
     weight: Leaf,
     logical: str,
-    *,
-    rounded: bool = False,
 ) -> Float[Array, "rows n"]:
     """`linear` whose contraction may be sharded: `logical` is the weight's column axis. Partial
     sums are added in float32 before the one rounding."""
     if not setup.layout.mesh_axes(logical):
-        return linear(setup, x, weight, rounded=rounded)
-    partial = linear(setup, x, weight, dtype=jnp.dtype(jnp.float32), rounded=rounded)
+        return linear(setup, x, weight)
+    partial = linear(setup, x, weight, dtype=jnp.dtype(jnp.float32))
     return parallel.total(partial, setup.layout, logical).astype(x.dtype)
 
 

@@ -20,7 +20,7 @@ from deepinfer_jax.model import dispatch
 from deepinfer_jax.model.capture import Capture
 from deepinfer_jax.model.compile import shared
 from deepinfer_jax.model.linear import linear_parts, linear_total, rounds_input
-from deepinfer_jax.model.norm import Normed
+from deepinfer_jax.model.norm import Prepared
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.spec import Leaf, Quantized, dense, fp4, fp8_stack, plain
 from pallas_kernels import formats, grouped_gemm, quantise, router, row_matmul
@@ -75,7 +75,7 @@ def abstract(cfg: ModelConfig, experts: int) -> MoEWeights:
 def moe(
     setup: Setup,
     weights: MoEWeights,
-    x: Normed,
+    x: Prepared,
     valid: Bool[Array, " rows"],
     *,
     experts_per_token: int,
@@ -191,7 +191,7 @@ def _wire(width: int, dtype: jnp.dtype) -> dispatch.Wire:
 
 @shared("setup")
 def shared_expert(
-    setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"] | Normed
+    setup: Setup, weights: MoEWeights, x: Float[Array, "rows d"] | Prepared
 ) -> Float[Array, "rows d"]:
     """The expert every row goes through."""
     with jax.named_scope("shared_expert"):
@@ -204,7 +204,8 @@ def shared_expert(
             act_quant=rounds_input(setup, weights.shared_w2),
             implementation=setup.kernels["quantise"],
         )
-        return linear_total(setup, hidden, weights.shared_w2, "ffn", rounded=True)
+        # Made for this one weight: either way is the way that it takes.
+        return linear_total(setup, Prepared(hidden, hidden), weights.shared_w2, "ffn")
 
 
 def _parts(weight: Leaf) -> tuple[Leaf, Leaf | None]:

@@ -5,7 +5,7 @@ an all-zero row stays zero and nothing may be computed in float16. The weight is
 and multiplied in float32.
 
 What comes out of a norm mostly goes into products with quantised weights, which round it to e4m3
-first; `Normed` has the rows both ways, so that one kernel makes them and no product does it again.
+first; `Prepared` has rows both ways, so that one kernel makes them and no product does it again.
 """
 
 import flax.struct
@@ -19,8 +19,8 @@ from pallas_kernels import quantise
 
 
 @flax.struct.dataclass
-class Normed:
-    """Rows after a norm: [rows, d] as they are, and through e4m3 and back with
+class Prepared:
+    """Rows for products: [rows, d] as they are, and through e4m3 and back with
     `Numerics.act_quant`, else None."""
 
     rows: Float[Array, "rows d"]
@@ -50,16 +50,16 @@ def rms_norm(
 
 
 @shared("setup")
-def normed(setup: Setup, x: Float[Array, "rows d"], weight: Float[Array, " d"]) -> Normed:
+def normed(setup: Setup, x: Float[Array, "rows d"], weight: Float[Array, " d"]) -> Prepared:
     """`rms_norm` of rows, for products."""
     if not setup.numerics.act_quant:
-        return Normed(rms_norm(x, weight, setup.cfg.rms_norm_eps), None)
+        return Prepared(rms_norm(x, weight, setup.cfg.rms_norm_eps), None)
     return normed_parts(setup, x[None], weight, x.dtype)
 
 
 def normed_parts(
     setup: Setup, parts: Float[Array, "parts rows d"], weight: Float[Array, " d"], dtype: jnp.dtype
-) -> Normed:
+) -> Prepared:
     """With act_quant, the norm of the sum of row_matmul.partial_products, rounded to dtype."""
     rows, rounded = quantise.normed(
         parts,
@@ -68,4 +68,4 @@ def normed_parts(
         dtype=dtype,
         implementation=setup.kernels["quantise"],
     )
-    return Normed(rows, rounded)
+    return Prepared(rows, rounded)

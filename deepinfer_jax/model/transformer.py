@@ -45,7 +45,7 @@ from deepinfer_jax.model.capture import ROW_NAMES, Capture
 from deepinfer_jax.model.head import embedded, head_logits
 from deepinfer_jax.model.hyper import Hidden
 from deepinfer_jax.model.indexer import Selection
-from deepinfer_jax.model.norm import Normed, normed, rms_norm
+from deepinfer_jax.model.norm import Prepared, normed, rms_norm
 from deepinfer_jax.model.rows import Rows
 from deepinfer_jax.model.setup import Setup
 from deepinfer_jax.schedule import LayerPlan
@@ -319,7 +319,7 @@ def _layer(
 ) -> tuple[Hidden, tuple[Cache, Selection | None]]:
     """One backbone block; `produced`: a source's entries are already written."""
 
-    def attend(x: Normed) -> tuple[Array, tuple[Cache, Selection | None]]:
+    def attend(x: Prepared) -> tuple[Array, tuple[Cache, Selection | None]]:
         out, after, chosen = attention.attention(
             setup, plan, layer.attn, rows, cache, x, selection, capture, produced=produced
         )
