@@ -15,7 +15,6 @@ Defaults of slices are the released width and one rank of 64. On a CPU give a sm
 import argparse
 import sys
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 from deepinfer_jax.bench.values import number, numbers, positive, shares
@@ -50,9 +49,8 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
         "--profile", metavar="DIR", help="profile a burst: idle time; records rank its kernels"
     )
     parser.add_argument(
-        "--jobs", type=positive, metavar="N", help="compile N points at a time, before all runs"
+        "--jobs", type=positive, metavar="N", help="compile N points at a time, then run each alone"
     )
-    parser.add_argument("--cache", metavar="DIR", help="of compiled programs, with --jobs")
     parser.add_argument("--trace", action="store_true", help="count only, run nothing")
     parser.add_argument("--out", metavar="F.jsonl", help="append the records")
     parser.add_argument("--json", action="store_true", help="print records as JSON lines")
@@ -91,8 +89,9 @@ def add_options(actions: Any, device_options: Callable[[argparse.ArgumentParser]
 
 def _slice(options: argparse.Namespace) -> int:
     from deepinfer_jax import shipped
-    from deepinfer_jax.bench import measure, sweeps
+    from deepinfer_jax.bench import measure, sweeps, together
     from deepinfer_jax.config import ModelConfig, Numerics
+    from deepinfer_jax.runtime import platform
     from pallas_kernels import Kernels
 
     decode = options.phase == "decode"
@@ -115,27 +114,23 @@ def _slice(options: argparse.Namespace) -> int:
     else:
         prompt = number("--prompt", options.prompt)
         points = sweeps.prefill(part, numbers("--tokens", options.tokens), prompt)
-    if options.jobs is not None:
-        from deepinfer_jax.bench import together
-        from deepinfer_jax.runtime import platform
-
-        if options.trace:
-            raise ValueError("--jobs: --trace compiles nothing")
-        folder, points = options.cache and Path(options.cache), list(points)
-        together.compile_points(points, options.jobs, platform.Request.of(options), folder)
+    if options.jobs is not None and options.trace:
+        raise ValueError("--jobs: --trace compiles nothing")
     common = _started(options) | {"model": options.model, "acceptance": profile}
+    timing = measure.Timing(options.repeats, options.burst, options.side, options.profile)
     if options.trace:
-        return sweeps.report(
-            sweeps.records(points, measure.trace, common), options.out, options.json
-        )
-    best = measure.ceilings(options.side, min(options.side**2 * 16, 1 << 30))
+        found = sweeps.measured(points, lambda point: measure.trace(point.slice()))
+    elif options.jobs is not None:
+        request = platform.Request.of(options)
+        found = together.measured(points, options.jobs, request, timing)
+    else:
+        best = timing.ceilings()
 
-    def timed(one: Any) -> dict[str, Any]:
-        return measure.run(
-            one, best, repeats=options.repeats, burst=options.burst, profile=options.profile
-        )
+        def timed(point: sweeps.Point) -> dict[str, Any]:
+            return measure.run(measure.prepare(point.slice()), best, timing)
 
-    return sweeps.report(sweeps.records(points, timed, common), options.out, options.json)
+        found = sweeps.measured(points, timed)
+    return sweeps.report(sweeps.records(found, common), options.out, options.json)
 
 
 def _plot(options: argparse.Namespace) -> int:

@@ -19,9 +19,8 @@ import platform
 import statistics
 import time
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +31,7 @@ from deepinfer_jax.bench import drawn, idle
 from deepinfer_jax.bench.slices import Slice
 from deepinfer_jax.lab import program
 from deepinfer_jax.lab.kernels import Costs
-from deepinfer_jax.model.compile import Program, jit
+from deepinfer_jax.model.compile import jit
 from deepinfer_jax.runtime import packing
 from pallas_kernels import bench
 
@@ -60,7 +59,7 @@ def environment() -> dict[str, Any]:
     }
 
 
-def ceilings(side: int = bench.SIDE, copy_bytes: int = bench.COPY_BYTES) -> dict[str, Any]:
+def ceilings(side: int, copy_bytes: int) -> dict[str, Any]:
     """FLOP/s of a bf16 product, bytes/s of a copy and, where the device multiplies e4m3, FLOP/s of
     such a product; fp8 is None elsewhere."""
     best = bench.ceilings(side=side, copy_bytes=copy_bytes)
@@ -79,25 +78,53 @@ def ceilings(side: int = bench.SIDE, copy_bytes: int = bench.COPY_BYTES) -> dict
     return found
 
 
-def run(
-    one: Slice,
-    best: dict[str, Any],
-    *,
-    repeats: int = 7,
-    burst: int = 10,
-    profile: str | Path | None = None,
-) -> dict[str, Any]:
-    """Record of a slice that was run; profile: folder for a profile of one more burst.
+class Timing(NamedTuple):
+    """repeats: bursts that are timed, of `burst` turns each; side: of the ceiling's matrices;
+    profile: folder for a profile of one more burst."""
+
+    repeats: int = 7
+    burst: int = 10
+    side: int = bench.SIDE
+    profile: str | None = None
+
+    def ceilings(self) -> dict[str, Any]:
+        """Those of this process."""
+        return ceilings(self.side, min(self.side**2 * 16, bench.COPY_BYTES))
+
+
+class Prepared(NamedTuple):
+    """A slice that was compiled: call(weights, carry, given) -> (carry, output), the carry donated;
+    seconds: that compiling took."""
+
+    one: Slice
+    call: Callable[..., Any]
+    choices: Sequence[pallas_kernels.Choice]
+    seconds: float
+
+
+def prepare(one: Slice) -> Prepared:
+    """Compiles what `run` calls; nothing is drawn yet."""
+
+    def turn(weights: Any, carry: Any, given: Any) -> Any:
+        return one.turn(weights, carry, given)
+
+    shapes = map(spec.abstract, (one.weights, one.carry, one.given))
+    begin = time.perf_counter()
+    # What a turn sets anew is an argument all the same: its memory is given back as the result's.
+    program = jit(turn, donate_argnums=1, keep_unused=True)
+    with pallas_kernels.record() as choices:
+        call = program.lower(*shapes).compile()
+    return Prepared(one, call, choices, time.perf_counter() - begin)
+
+
+def run(ready: Prepared, best: dict[str, Any], timing: Timing) -> dict[str, Any]:
+    """Record of a slice that was run.
 
     Raises ArithmeticError if a turn gives no valid result or computes other rows than asked for.
     """
+    one, call, burst = ready.one, ready.call, timing.burst
     weights, carry, given = map(drawn.materialise, (one.weights, one.carry, one.given))
-    call = _program(one)
-    begin = time.perf_counter()
-    with pallas_kernels.record() as choices:
-        carry, out = call(weights, carry, given)
-    jax.block_until_ready(out)
-    first = time.perf_counter() - begin
+    carry, out = call(weights, carry, given)
     _check(one, out)
 
     def several(carry: Any) -> tuple[Any, float, float]:
@@ -110,7 +137,7 @@ def run(
 
     carry, *_ = several(carry)
     samples, handed = [], []
-    for _ in range(repeats):
+    for _ in range(timing.repeats):
         carry, whole, part = several(carry)
         samples.append(whole)
         handed.append(part)
@@ -118,37 +145,21 @@ def run(
     found = {
         "seconds": _spread(samples),
         "dispatch": _spread(handed),
-        "first_call_seconds": first,
-        "repeats": repeats,
+        "compile_seconds": ready.seconds,
+        "repeats": timing.repeats,
         "burst": burst,
         "peak_bytes": stats.get("peak_bytes_in_use"),
-        "kernels": chosen(choices),
+        "kernels": chosen(ready.choices),
         "ceilings": best,
         "reached": reached(one, statistics.median(samples), best),
     }
-    if profile is not None:
-        with idle.recorded(profile):
+    if timing.profile is not None:
+        with idle.recorded(timing.profile):
             several(carry)
-        ops = idle.read(profile)
+        ops = idle.read(timing.profile)
         found["idle"] = idle.measure(ops, MODULE).__dict__
         found["ranking"] = [share._asdict() for share in idle.ranking(ops, burst)]
     return _record(one) | found
-
-
-def compile_only(one: Slice) -> None:
-    """Compiles what `run` will call, into jax's compilation cache; nothing is drawn."""
-    shapes = map(spec.abstract, (one.weights, one.carry, one.given))
-    with pallas_kernels.record():  # calls are traced otherwise while nobody looks: another program
-        lowered = _program(one).lower(*shapes)
-    lowered.compile()
-
-
-def _program(one: Slice) -> Program:
-    def turn(weights: Any, carry: Any, given: Any) -> Any:
-        return one.turn(weights, carry, given)
-
-    # What a turn sets anew is an argument all the same: its memory is given back as the result's.
-    return jit(turn, donate_argnums=1, keep_unused=True)
 
 
 def trace(one: Slice) -> dict[str, Any]:

@@ -104,31 +104,35 @@ def decode(
             yield Point(name, part, "decode", rows, part.draft and width > 1, gained)
 
 
-def records(
-    points: Iterable[Point],
-    measured: Callable[[Slice], dict[str, Any]],
-    common: dict[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """A record for each point: `common`, then what `measured` says of its slice."""
+def measured(
+    points: Iterable[Point], measure: Callable[[Point], dict[str, Any]]
+) -> Iterator[tuple[Point, dict[str, Any]]]:
+    """Each point and what `measure` says of it, or that it does not fit."""
     for point in points:
-        found: dict[str, Any] = {"name": point.name, **common, "tokens_per_turn": point.tokens}
-        took: float | None = None
         try:
-            found |= measured(point.slice())
-            took = found["seconds"] and found["seconds"]["median"]
+            yield point, measure(point)
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            found |= {"seconds": None, "error": " ".join(str(error).split())[:300]}
+            yield point, {"seconds": None, "error": " ".join(str(error).split())[:300]}
+
+
+def records(
+    found: Iterable[tuple[Point, dict[str, Any]]], common: dict[str, Any]
+) -> Iterator[dict[str, Any]]:
+    """A record for each point: `common`, then what was measured of it."""
+    for point, one in found:
+        took = one["seconds"] and one["seconds"]["median"]
         fast = None if point.tokens is None or took is None else point.tokens / took
-        yield found | {"tokens_s": fast}
+        named = {"name": point.name, **common, "tokens_per_turn": point.tokens}
+        yield named | one | {"tokens_s": fast}
 
 
 def text(record: dict[str, Any]) -> str:
     """One line for a reader."""
     name = record["name"]
     if "error" in record:
-        return f"{name}: does not fit: {record['error'][:100]}"
+        return f"{name}: failed: {record['error'][:100]}"
     if "needed" not in record:
         return f"{name}: " + ", ".join(_engine(record))
     flop, moved = (sum(record["needed"][key].values()) for key in ("flop", "bytes"))

@@ -6,6 +6,7 @@ another summation order, for another row count, so the invariant product runs wi
 every count (V4.1 report 3.4 asks the same of its kernels).
 """
 
+import jax.numpy as jnp
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Shaped
 
@@ -48,7 +49,7 @@ def matmul(
         IMPLEMENTATIONS,
         implementation,
         (x, w, scales),
-        dict(out_dtype=out_dtype, invariant=invariant),
+        dict(out_dtype=jnp.dtype(out_dtype), invariant=invariant),
     )
 
 
@@ -79,7 +80,7 @@ def partial_products(
         IMPLEMENTATIONS,
         implementation,
         (x, w, scales),
-        dict(out_dtype=out_dtype, invariant=invariant),
+        dict(out_dtype=jnp.dtype(out_dtype), invariant=invariant),
     )
 
 
@@ -109,7 +110,7 @@ def partial_products_of(
         IMPLEMENTATIONS,
         implementation,
         (x, weights),
-        dict(out_dtype=out_dtype, invariant=invariant),
+        dict(out_dtype=jnp.dtype(out_dtype), invariant=invariant),
     )
 
 
@@ -139,5 +140,5 @@ def matmul_groups(
         IMPLEMENTATIONS,
         implementation,
         (x, w, scales),
-        dict(out_dtype=out_dtype, invariant=invariant),
+        dict(out_dtype=jnp.dtype(out_dtype), invariant=invariant),
     )

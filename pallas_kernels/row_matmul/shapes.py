@@ -158,6 +158,7 @@ CASES: tuple[Case, ...] = (
     case("one_row", 1, 64, 128, "fp8"),
     case("router_f32_256", 256, 384, 5120, "f32", out=np.float32, tags=("aot",)),
     case("parts_16", 16, 24, 20480, "f32", out=np.float32, parts=True, tags=("aot",)),
+    case("one_part_16384", 16384, 24, 20480, "f32", parts=True, invariant=False, tags=("aot",)),
     case("groups_fp8", 33, 128, 256, "fp8", groups=3),
     several("several", 5, (64, 96), 256),
     several("several_invariant", 70, (40, 40), 128, invariant=True),

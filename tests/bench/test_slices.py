@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -93,16 +92,21 @@ def test_a_layer_slice(config: str, capsys) -> None:
     assert found["reached"]["rows_s"] == pytest.approx(8 / found["seconds"]["median"])
 
 
-def test_points_are_compiled_together_before_they_run(config: str, tmp_path: Path) -> None:
-    """Each in a process of its own; the runs find their programs and compile none again."""
+def test_points_compile_together_and_run_in_turn(config: str) -> None:
+    """Each in a process of its own; one that ends early costs its own point alone."""
     words = ["bench", "slice", "decode", "--model", config, "--layers", "1", "--ranks", "2"]
-    words += ["--requests", "2,3", "--rows", "1", "--context", "128", *FEW, "--jobs", "2"]
-    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    environment.pop("JAX_COMPILATION_CACHE_DIR", None)
-    command = [sys.executable, "-m", "deepinfer_jax.cli", *words, "--cache", str(tmp_path)]
-    subprocess.run(command, env=environment, check=True)
-    turns = [file.name for file in (tmp_path / "compiled").glob("jit_turn-*-cache")]
-    assert len(turns) == 2
+    words += ["--requests", "2,3", "--rows", "1", "--context", "128", *FEW, "--jobs", "2", "--json"]
+    command = [sys.executable, "-m", "deepinfer_jax.cli", *words]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [record["rows"]["sequences"] for record in found] == [2, 3]
+    assert all(len(record["seconds"]["samples"]) == 3 for record in found)
+    broken = subprocess.run([*command, "--kernels", "hopper"], capture_output=True, text=True)
+    assert broken.returncode == 1
+    found = [json.loads(line) for line in broken.stdout.splitlines()]
+    assert [record["seconds"] for record in found] == [None, None]
+    assert all("its process ended early" in record["error"] for record in found)
+    assert "NotImplementedError" in broken.stderr
 
 
 def test_what_is_only_traced_is_not_compiled_first(capsys) -> None:
@@ -173,16 +177,16 @@ def test_a_point_that_does_not_fit_is_a_record() -> None:
 
     part = sweeps.Part(RELEASED, Numerics(), (21,))
     points = [sweeps.Point("one", part, "decode", Rows(1, 1, 127), False, 4.0)]
-    (found,) = sweeps.records(points, full, {})
+    (found,) = sweeps.records(sweeps.measured(points, full), {})
     assert found["error"].startswith("RESOURCE_EXHAUSTED") and found["tokens_s"] is None
-    assert "does not fit" in sweeps.text(found)
+    assert "failed: RESOURCE_EXHAUSTED" in sweeps.text(found)
     assert sweeps.report([found], None, False) == 1
 
     def broken(_: object) -> dict:
         raise jax.errors.JaxRuntimeError("INTERNAL: no")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"):
-        list(sweeps.records(points, broken, {}))
+        list(sweeps.measured(points, broken))
 
 
 def test_a_turn_that_computes_less_than_asked_is_an_error() -> None:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from deepinfer_jax.model.compile import COMPILER_OPTIONS
 from pallas_kernels import formats, registers, target
 from pallas_kernels.cases import tagged
 from pallas_kernels.quantise import hopper as quantise
@@ -49,7 +50,8 @@ def fresh(case):
 
 def compiled(op, case, name="auto"):
     function = getattr(importlib.import_module(f"pallas_kernels.{op}"), case.function)
-    return jax.jit(functools.partial(function, implementation=name, **case.keywords()))
+    call = functools.partial(function, implementation=name, **case.keywords())
+    return jax.jit(call, compiler_options=COMPILER_OPTIONS)
 
 
 def twice(run, args):
@@ -87,7 +89,8 @@ def reference(op, case, *args, **changed):
         call = functools.partial(
             function, implementation="reference", **{**case.keywords(), **changed}
         )
-        return jax.jit(call)(*args)
+        # As the model's programs, which may not lose a rounding to bf16 on the way.
+        return jax.jit(call, compiler_options=COMPILER_OPTIONS)(*args)
 
 
 @pytest.mark.parametrize(("op", "case"), released("row_matmul", "matmul", "matmul_groups"))
