@@ -148,11 +148,21 @@ def room(plan: Plan, product: Product) -> int:
     return left - 2 * plan.height * product.k // 32 if product.kind == "fp4" else left
 
 
+RING = 2
+"""Least steps that the rings hold: a slot is freed while the step after it is under way."""
+
+
+def deep_enough(plan: Plan, product: Product) -> bool:
+    """Whether shared memory holds its rings; with shorter ones the kernel would wait for ever."""
+    step = plan.height * product.step_bytes + plan.rows * product.row_bytes
+    return RING * step <= room(plan, product)
+
+
 def fit(plan: Plan, product: Product) -> Plan:
     """The plan with its rings as deep as shared memory allows, at most 8 steps."""
     weight, row = plan.height * product.step_bytes, plan.rows * product.row_bytes
     left = room(plan, product)
-    depth = max(1, min(8, left // (weight + row)))
+    depth = min(8, left // (weight + row))
     more = max(0, min(8, (left - depth * row) // weight) - depth)
     return dataclasses.replace(
         plan,
@@ -177,9 +187,8 @@ def check(product: Product, plan: Plan, single: bool) -> None:
         raise NotImplementedError(
             f"{product.width} channels do not fill clusters of {plan.cluster}"
         )
-    step = plan.height * product.step_bytes + plan.rows * product.row_bytes
-    left = room(plan, product)
-    if step > left:
+    if not deep_enough(plan, product):
         raise NotImplementedError(
-            f"a step takes {step} bytes of shared memory, K = {product.k} leaves {left}"
+            f"{RING} steps of {plan.rows} rows do not fit the {room(plan, product)} bytes of "
+            f"shared memory that K = {product.k} leaves"
         )

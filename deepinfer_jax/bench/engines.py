@@ -53,23 +53,28 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
     """
     loop = llm._loops[0]
     slots, block = loop.policy.slots, loop.options.block
-    tokens = (WARM + steps + 4) * (1 + block)
-    if prompt + tokens >= loop.context:
-        raise ValueError(f"max_context = {loop.context}; expected {prompt + tokens + 1} or more")
+    # Whoever decodes first has to go on until the last prompt has passed and the profile is made.
+    least = (WARM + steps + 4) * (1 + block) + prompt
+    if least >= loop.context:
+        raise ValueError(f"max_context = {loop.context}; expected {least + 1} or more")
+    tokens = loop.context - prompt - 1
     params = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     llm.generate(_prompts(llm, slots, prompt), dataclasses.replace(params, max_tokens=2 + block))
     counted = loop.dispatched
     begin, profiled = counted.copy(), counted
-    prefills = decodes = seen = 0
+    decodes = seen = 0
+    decoding: set[int] = set()
     profile, first = None, 0
     stream: Any = llm.stream(_prompts(llm, slots, prompt, seed=1), params)
     try:
-        for _ in stream:
-            now = counted - begin
-            if (done := _steps(now, "prefill")) != prefills:
-                prefills, seen = done, _steps(now, "decode")
-            decodes = _steps(now, "decode")
-            if profile is None and decodes - seen >= WARM:
+        for request in stream:
+            if request.outputs[0].finish_reason is not None:
+                raise ValueError(f"max_context = {loop.context}; a request ended in the profile")
+            decodes = _steps(counted - begin, "decode")
+            if len(decoding) < slots:
+                decoding.add(id(request))
+                seen = decodes
+            elif profile is None and decodes - seen >= WARM:
                 profile, first, profiled = idle.recorded(folder), decodes, counted.copy()
                 profile.__enter__()
             elif profile is not None and decodes - first >= steps:
@@ -83,6 +88,7 @@ def idle_between_steps(llm: LLM, prompt: int, steps: int, folder: str | Path) ->
     return {
         "requests": slots,
         "groups": _groups(counted - profiled),
+        "prefills": _steps(counted - profiled, "prefill"),
         "prompt": prompt,
         "context": loop.context,
         "draft_block": block,

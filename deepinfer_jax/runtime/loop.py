@@ -2,7 +2,7 @@
 
 The host never waits for the step it has just dispatched: newest tokens, lengths and drafts stay on
 the device, and the scheduler plans without them. What is sent with a step is in `feeding.py`, what
-is taken from its results in `reading.py`.
+is taken from its results in `reading.py`; `launch.py` hands it over meanwhile.
 """
 
 import collections
@@ -18,6 +18,7 @@ from deepinfer_jax.runtime import state as states
 from deepinfer_jax.runtime.experts import Counts
 from deepinfer_jax.runtime.feeding import Desk, decoder_rows
 from deepinfer_jax.runtime.grammars import Grammars
+from deepinfer_jax.runtime.launch import Launcher, Task
 from deepinfer_jax.runtime.moves import Mover
 from deepinfer_jax.runtime.pages import PAGE, Pages
 from deepinfer_jax.runtime.plans import Outcome, Policy, Step, Turn
@@ -33,13 +34,13 @@ SCORE = "score"
 
 
 class Flight(NamedTuple):
-    """A dispatched step, the samples of its groups, where those stand, its results to come, and
-    which captures in them are the samples'."""
+    """A dispatched step, the samples of its groups, where those stand, its results to come (device
+    arrays, once it is handed over), and which captures in them are the samples'."""
 
     step: Step
     samples: tuple[Sample, ...]
     places: list[int]
-    output: Results | None
+    output: Task | None
     capture: tuple[str, ...] = ()
 
 
@@ -73,6 +74,7 @@ class Loop:
         self.capture: tuple[str, ...] = ()
         self.counts: Counts | None = None
         self.dispatched: collections.Counter[tuple[str, int, int]] = collections.Counter()
+        self._launcher = Launcher(inline=programs.everywhere)
         self._total, self._compiler = pages, compiler
         self._samples: dict[int, Sample] = {}
         self._prefix_policy = prefix
@@ -87,6 +89,15 @@ class Loop:
         """The oldest step that was sent and not read."""
         return self._flights[0] if self._flights else None
 
+    @property
+    def state(self) -> Any:
+        """The state after the newest step, None between `give_back` and `reset`."""
+        return self._launcher.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self._launcher.state = state
+
     def reset(self) -> None:
         """Ends every sample and forgets all work, wherever a turn was broken off."""
         cfg = self.programs.setup.cfg
@@ -96,7 +107,7 @@ class Loop:
         shards = self.programs.shards
         per_slot = -(-self.context // PAGE)
         self.pages = Pages(self._total, self.policy.slots, per_slot, shards=shards)
-        self.state: Any = None  # let go of it first: two need not fit
+        self.state = None  # let go of it first: two need not fit
         self.state = self.empty_state()
         if self._prefix_policy is not None:
             if self.prefix is None:
@@ -179,6 +190,8 @@ class Loop:
         """
         if self.programs.everywhere:  # which grammar compiles first is not the same everywhere
             self.grammars.settle()
+        if len(self.grammars):
+            self._launcher.settle()  # a grammar goes where steps read theirs
         for sample, error in self.grammars.ready():
             self._enqueue(sample) if error is None else self._drop(sample, error)
         if self.prefix is not None:
@@ -187,7 +200,7 @@ class Loop:
         if step is not None:
             self._flights.append(self._dispatch(step))
         if self._flights and (len(self._flights) > 1 or step is None):
-            if wait or ready(self._flights[0].output):
+            if wait or _arrived(self._flights[0]):
                 self._consume(self._flights.popleft())
                 return True
         elif step is None and wait and len(self.grammars):
@@ -238,11 +251,14 @@ class Loop:
             self.prefix.know(sample.number, sample.prompt, len(sample.prompt) - keep)
 
     def _dispatch(self, step: Step) -> Flight:
-        moves = [(move, self._samples[move.request]) for move in step.moves]
-        self.state = self.mover.carry_out(self.state, moves)
+        if step.moves:
+            moves = [(move, self._samples[move.request]) for move in step.moves]
+            self.state = self.mover.carry_out(self.state, moves)
         samples = tuple(self._samples[item.request] for item in step.work)
         if not samples:
             return Flight(step, (), [], None)
+        if any(sample.matcher is not None for sample in samples):
+            self._launcher.settle()  # masks go where the step before reads its own
         faults = self.grammars.write_masks(samples)
         slots = [item.slot for item in step.work]
         groups, size = step.shape if step.prefill else self._bucket(samples, slots)
@@ -250,7 +266,6 @@ class Loop:
         work: Any = tuple(zip(places, step.work, samples, strict=True))
         run = self._prefill if step.prefill else self._decode
         output = run(groups, size, work, samples)
-        leaving(output)
         for sample, error in faults:  # they are in the step, which was planned with them
             self.scheduler.abort(sample.number)
             self._drop(sample, error)
@@ -263,7 +278,16 @@ class Loop:
         routes = () if self.counts is None or "routes" in self.capture else ("routes",)
         return self.options._replace(top=top, capture=self.capture + routes)
 
-    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> Results:
+    def _launch(self, program: Any, *arguments: Any, given: Any) -> Task:
+        pool = self.grammars.pool
+
+        def run(state: Any) -> tuple[Any, Results]:
+            state, output = program(*arguments, state, pool, given)
+            return state, leaving(output)
+
+        return self._launcher.launch(run)
+
+    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> Task:
         setup = self.programs.setup
         score = any(sample.params.prompt_logprobs is not None for sample in samples)
         tail = width
@@ -271,9 +295,8 @@ class Loop:
             tail = decoder_rows(setup.cfg, width, work)
         given = self.desk.prefill(groups, width, work, self.pages)
         self.dispatched["prefill", groups, width] += 1
-        self.state, output = self.programs.prefill(
-            tail, score, self.options_for(samples, score), self.state, self.grammars.pool, given
-        )
+        options = self.options_for(samples, score)
+        output = self._launch(self.programs.prefill, tail, score, options, given=given)
         if self.prefix is not None:
             for _, chunk, _ in work:
                 end = chunk.start + chunk.count
@@ -284,7 +307,7 @@ class Loop:
                     self.prefix.reached(chunk.request, chunk.slot, end, rings)
         return output
 
-    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> Results:
+    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> Task:
         given = self.desk.decode(
             groups, size, self.options.block, work, self.pages, self.calibration.temperature
         )
@@ -293,10 +316,7 @@ class Loop:
         if self.options.block:
             for sample in samples:
                 self.confidences.sent(sample.number)
-        self.state, output = self.programs.decode(
-            size, options, self.state, self.grammars.pool, given
-        )
-        return output
+        return self._launch(self.programs.decode, size, options, given=given)
 
     def _bucket(self, samples: tuple[Sample, ...], slots: list[int]) -> tuple[int, int]:
         """(groups, rows) of a decode step: the rows that promise most tokens a second."""
@@ -314,7 +334,7 @@ class Loop:
     def _consume(self, flight: Flight) -> None:
         outcomes: dict[int, Outcome] = {}
         if flight.output is not None:
-            found = reading.on_host(flight.output)
+            found = reading.on_host(flight.output.result())
             groups = list(zip(flight.places, flight.step.work, flight.samples, strict=True))
             if self.counts is not None and "routes" in found.captured:
                 reading.count_experts(self.programs.setup, groups, found, self.counts)
@@ -356,3 +376,8 @@ class Loop:
         if self.prefix is not None:
             self.prefix.forget(sample.number)
         self.grammars.release(sample)
+
+
+def _arrived(flight: Flight) -> bool:
+    """Whether a step's results are there."""
+    return flight.output is None or (flight.output.done() and ready(flight.output.result()))

@@ -217,7 +217,7 @@ class Replicas:
         """Done when the replica's oldest step is; what that step raises is raised to its reader."""
         if one.watch is None or one.watched is not oldest:
             one.watched = oldest
-            one.watch = self._watchers.submit(jax.block_until_ready, oldest.output)
+            one.watch = self._watchers.submit(_done, oldest)
         return one.watch
 
     def _failed(self, one: _Replica, reason: str) -> None:
@@ -234,3 +234,9 @@ class Replicas:
 def _queue(loop: Loop) -> int:
     """Most tokens that are still to be computed, of requests that wait for a grammar too."""
     return loop.scheduler.backlog + sum(one.limit for one in loop.grammars.waiting)
+
+
+def _done(flight: Flight) -> None:
+    """Waits until a step is done; raises what went wrong in it."""
+    if flight.output is not None:
+        jax.block_until_ready(flight.output.result())

@@ -14,7 +14,9 @@ by what a step issues, and have not been timed.
 import functools
 import math
 
-from pallas_kernels.tiles import STEP, Plan
+import jax.numpy as jnp
+
+from pallas_kernels.tiles import STEP, Plan, Product, deep_enough
 
 LAUNCH = 1.8
 SECOND = 2.0
@@ -84,12 +86,15 @@ def best(
     kind: str, rows: int, channels: int, k: int, parts: int | None = None, matrices: int = 1
 ) -> tuple[int, Plan]:
     """The cut of least estimated time; `parts` says how many parts of K there must be."""
+    product = Product(kind, rows, k, channels, out_dtype=jnp.float32)  # takes the most memory
     found = []
     for groups in heights(kind):
         if matrices > 1 and channels % (64 * groups):
             continue
         for tile in range(8, min(most_rows(kind, groups), -(-rows // 8) * 8) + 1, 8):
             plan = Plan(tile, groups)
+            if not deep_enough(plan, product):
+                continue
             found += [(n, plan) for n in ([parts] if parts else possible_parts(k))]
     return min(
         found, key=lambda cut: microseconds(kind, rows, channels, k, cut[0], cut[1], matrices)

@@ -20,6 +20,7 @@ RELEASED = {
     "wo_b": (5120, 8192, "fp8"),
     "shared_up": (2304, 5120, "fp8"),
     "router": (384, 5120, "bf16"),
+    "compressor": (512, 5120, "bf16"),
     "mhc": (24, 20480, "f32"),
 }
 """name -> (N, K, weight) of the products of a released layer with one matrix."""
@@ -120,7 +121,7 @@ def several(
 def _released() -> list[Case]:
     cases = []
     for name, (n, k, kind) in RELEASED.items():
-        out = np.float32 if name in ("router", "mhc") else ml_dtypes.bfloat16
+        out = ml_dtypes.bfloat16 if kind == "fp8" else np.float32
         for rows in (16, 256, 1024, 4096):
             cases.append(case(f"{name}_{rows}", rows, n, k, kind, out=out, tags=("aot", "bench")))
     groups, n, k, kind = WO_A
@@ -136,7 +137,7 @@ def _cut_by_rows() -> list[Case]:
     """The same where another number of parts is taken when it may depend on the rows."""
     cases = []
     for name, (n, k, kind) in RELEASED.items():
-        out = np.float32 if name in ("router", "mhc") else ml_dtypes.bfloat16
+        out = ml_dtypes.bfloat16 if kind == "fp8" else np.float32
         for rows in (16, 384, 1024, 4096):
             if plans.best(kind, rows, n, k)[0] != plans.parts_of_k(kind, n, k):
                 named: dict[str, Any] = dict(out=out, invariant=False, tags=("aot", "bench"))
@@ -158,6 +159,7 @@ CASES: tuple[Case, ...] = (
     case("one_row", 1, 64, 128, "fp8"),
     case("router_f32_256", 256, 384, 5120, "f32", out=np.float32, tags=("aot",)),
     case("parts_16", 16, 24, 20480, "f32", out=np.float32, parts=True, tags=("aot",)),
+    case("tall_tiles_16384", 16384, 512, 5120, "bf16", out=np.float32, tags=("aot", "bench")),
     case("one_part_16384", 16384, 24, 20480, "f32", parts=True, invariant=False, tags=("aot",)),
     case("groups_fp8", 33, 128, 256, "fp8", groups=3),
     several("several", 5, (64, 96), 256),

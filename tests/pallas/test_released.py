@@ -153,11 +153,10 @@ def test_hyper_connections(op, case):
     for result, expected in zip(got, reference(op, case, *args), strict=True):
         error = relative(result, expected)
         assert error <= min(RELATIVE, case.tolerance), error
-    if case.function == "mixes":
-        parts, mean_square, *weights = args
-        args = (parts[:, -3:], mean_square[-3:], *weights)
-    else:
-        args = tuple(x[-3:] for x in args)
+    parts, first, *rest = args
+    if case.function == "update":
+        rest = [each[-3:] for each in rest]
+    args = (parts[:, -3:], first[-3:], *rest)
     for result, whole in zip(compiled(op, case)(*args), got, strict=True):
         np.testing.assert_array_equal(result, whole[-3:])
 
