@@ -48,10 +48,13 @@ class Launcher:
             coming.result()
 
     def launch(self, program: Program) -> Task:
-        """Hands over a step; its results, once it is handed over."""
-        state, self._state = self.state, None
+        """Hands over a step after those before it; its results, once it is handed over. The
+        caller does not wait, so that the thread finds the next step when it is done with one."""
 
         def run() -> Any:
+            state, self._state = self._state, None
+            if state is None:
+                raise RuntimeError("a step before this one was not handed over")
             self._state, results = program(state)
             return results
 

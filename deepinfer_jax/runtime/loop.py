@@ -7,6 +7,7 @@ is taken from its results in `reading.py`; `launch.py` hands it over meanwhile.
 
 import collections
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,7 +22,7 @@ from deepinfer_jax.runtime.grammars import Grammars
 from deepinfer_jax.runtime.launch import Launcher, Task
 from deepinfer_jax.runtime.moves import Mover
 from deepinfer_jax.runtime.pages import PAGE, Pages
-from deepinfer_jax.runtime.plans import Outcome, Policy, Step, Turn
+from deepinfer_jax.runtime.plans import Act, Outcome, Policy, Step, Turn
 from deepinfer_jax.runtime.prefix import PrefixCache, ready
 from deepinfer_jax.runtime.prefix_types import PrefixPolicy
 from deepinfer_jax.runtime.programs import Programs, leaving
@@ -31,6 +32,7 @@ from deepinfer_jax.runtime.scheduler import Scheduler
 from deepinfer_jax.runtime.step_types import Options, Results, StepOutput
 
 SCORE = "score"
+Enter = Callable[[states.State], states.State] | None  # of a step that requests are admitted in
 
 
 class Flight(NamedTuple):
@@ -251,10 +253,13 @@ class Loop:
             self.prefix.know(sample.number, sample.prompt, len(sample.prompt) - keep)
 
     def _dispatch(self, step: Step) -> Flight:
-        if step.moves:
-            moves = [(move, self._samples[move.request]) for move in step.moves]
-            self.state = self.mover.carry_out(self.state, moves)
+        moves = [(move, self._samples[move.request]) for move in step.moves]
         samples = tuple(self._samples[item.request] for item in step.work)
+        enter = None
+        if samples and moves and all(move.act is Act.ADMIT for move in step.moves):
+            enter = self.mover.entering(moves)
+        elif moves:
+            self.state = self.mover.carry_out(self.state, moves)
         if not samples:
             return Flight(step, (), [], None)
         if any(sample.matcher is not None for sample in samples):
@@ -265,7 +270,7 @@ class Loop:
         places = self.pages.places(slots, groups)
         work: Any = tuple(zip(places, step.work, samples, strict=True))
         run = self._prefill if step.prefill else self._decode
-        output = run(groups, size, work, samples)
+        output = run(groups, size, work, samples, enter)
         for sample, error in faults:  # they are in the step, which was planned with them
             self.scheduler.abort(sample.number)
             self._drop(sample, error)
@@ -278,16 +283,17 @@ class Loop:
         routes = () if self.counts is None or "routes" in self.capture else ("routes",)
         return self.options._replace(top=top, capture=self.capture + routes)
 
-    def _launch(self, program: Any, *arguments: Any, given: Any) -> Task:
+    def _launch(self, enter: Enter, program: Any, *arguments: Any, given: Any) -> Task:
         pool = self.grammars.pool
 
         def run(state: Any) -> tuple[Any, Results]:
-            state, output = program(*arguments, state, pool, given)
+            entered = state if enter is None else enter(state)
+            state, output = program(*arguments, entered, pool, given)
             return state, leaving(output)
 
         return self._launcher.launch(run)
 
-    def _prefill(self, groups: int, width: int, work: Any, samples: Any) -> Task:
+    def _prefill(self, groups: int, width: int, work: Any, samples: Any, enter: Enter) -> Task:
         setup = self.programs.setup
         score = any(sample.params.prompt_logprobs is not None for sample in samples)
         tail = width
@@ -296,7 +302,7 @@ class Loop:
         given = self.desk.prefill(groups, width, work, self.pages)
         self.dispatched["prefill", groups, width] += 1
         options = self.options_for(samples, score)
-        output = self._launch(self.programs.prefill, tail, score, options, given=given)
+        output = self._launch(enter, self.programs.prefill, tail, score, options, given=given)
         if self.prefix is not None:
             for _, chunk, _ in work:
                 end = chunk.start + chunk.count
@@ -307,7 +313,7 @@ class Loop:
                     self.prefix.reached(chunk.request, chunk.slot, end, rings)
         return output
 
-    def _decode(self, groups: int, size: int, work: Any, samples: Any) -> Task:
+    def _decode(self, groups: int, size: int, work: Any, samples: Any, enter: Enter) -> Task:
         given = self.desk.decode(
             groups, size, self.options.block, work, self.pages, self.calibration.temperature
         )
@@ -316,7 +322,7 @@ class Loop:
         if self.options.block:
             for sample in samples:
                 self.confidences.sent(sample.number)
-        return self._launch(self.programs.decode, size, options, given=given)
+        return self._launch(enter, self.programs.decode, size, options, given=given)
 
     def _bucket(self, samples: tuple[Sample, ...], slots: list[int]) -> tuple[int, int]:
         """(groups, rows) of a decode step: the rows that promise most tokens a second."""

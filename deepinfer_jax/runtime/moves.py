@@ -8,7 +8,7 @@ here.
 
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -47,14 +47,10 @@ class Mover:
         """The state after a step's moves, each with its sample; `state` is donated."""
         for admitted, run in itertools.groupby(moves, lambda pair: pair[0].act is Act.ADMIT):
             if admitted:
-                state = self._admit(state, list(run))
+                state = self.entering(list(run))(state)
             else:
                 for move, sample in run:
                     state = self._move(state, move, sample)
-        now = time.monotonic()
-        for move, sample in moves:
-            if move.act in (Act.ADMIT, Act.RESTORE) and sample.metrics.first_scheduled is None:
-                sample.metrics.first_scheduled = now
         return state
 
     def take(self, state: State, slot: int, held: Sequence[int]) -> Any:
@@ -88,29 +84,39 @@ class Mover:
         grammar = jax.tree.map(lambda *rows: np.stack(rows), *grammars)
         return slots, params, limit, bias, stop, seen, grammar
 
-    def _admit(self, state: State, run: Sequence[tuple[Move, Sample]]) -> State:
-        entering: list[Entry] = []
+    def entering(self, run: Sequence[tuple[Move, Sample]]) -> Callable[[State], State]:
+        """Admissions: the samples know at once what they start from, and what is returned changes
+        the state, in any thread; it donates it."""
+        entries: list[Entry] = []
         for move, sample in run:
             found = None if self._prefix is None else self._prefix.arrival(sample.number)
-            entering.append((sample, move.slot, found))
-        for part in itertools.batched(entering, ADMITS_A_CALL):
-            count = 1 if len(part) == 1 else ADMITS_A_CALL
-            state = self._programs.admit(state, *self.rows(part, count))
-        loads = [load for *_, found in entering if found is not None for load in found.loads]
-        state = self._programs.put_pages(state, loads)
-        for sample, slot, found in entering:
+            entries.append((sample, move.slot, found))
+            _scheduled(sample)
             sample.begin = sample.own = 0
             if found is not None:
                 if found.state is None:
                     sample.begin, sample.own = found.start, found.shared
-                else:
-                    state = self._programs.put_rings(state, slot, found.state)
                 sample.metrics.cached_tokens += found.start
-        return state
+        calls = []
+        for part in itertools.batched(entries, ADMITS_A_CALL):
+            calls.append(self.rows(part, 1 if len(part) == 1 else ADMITS_A_CALL))
+        loads = [load for *_, found in entries if found is not None for load in found.loads]
+
+        def change(state: State) -> State:
+            for rows in calls:
+                state = self._programs.admit(state, *rows)
+            state = self._programs.put_pages(state, loads)
+            for _, slot, found in entries:
+                if found is not None and found.state is not None:
+                    state = self._programs.put_rings(state, slot, found.state)
+            return state
+
+        return change
 
     def _move(self, state: State, move: Move, sample: Sample) -> State:
         number = sample.number
         if move.act is Act.RESTORE:
+            _scheduled(sample)
             handed = self.handed.pop(number, None)
             if handed is None:
                 saved = jax.device_get(self._saved.pop(number))
@@ -129,3 +135,8 @@ class Mover:
         pages = np.full(self._per_slot, -1, np.int32)
         pages[: len(held)] = held
         return pages
+
+
+def _scheduled(sample: Sample) -> None:
+    if sample.metrics.first_scheduled is None:
+        sample.metrics.first_scheduled = time.monotonic()

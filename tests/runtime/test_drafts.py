@@ -173,7 +173,7 @@ def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
     loop, ahead = engine._loop, {}
     decode, early, used = loop._decode, 0, 0
 
-    def watched(groups, size, work, samples):
+    def watched(groups, size, work, samples, enter):
         nonlocal early, used
         blocks, done = jax.device_get((loop.state.confidence, loop.state.done))
         for _, item, sample in work:
@@ -185,7 +185,7 @@ def test_a_budget_never_knows_the_block_it_is_for(llm, prompts, monkeypatch):
                 assert known.tobytes() != block and known.tobytes() in earlier
                 used += 1
             earlier.append(block)
-        return decode(groups, size, work, samples)
+        return decode(groups, size, work, samples, enter)
 
     monkeypatch.setattr(loop, "_decode", watched)
     lengths = (40, 3, 90, 60, 5, 33, 70, 12)

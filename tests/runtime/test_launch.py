@@ -30,10 +30,10 @@ def test_the_caller_goes_on_while_a_step_is_handed_over():
         assert go.wait(60)
         return step(state)
 
-    task = launcher.launch(slow)
-    assert not task.done()
+    task, following = launcher.launch(slow), launcher.launch(step)
+    assert not task.done() and not following.done()
     go.set()
-    assert task.result() == "results of 0" and launcher.state == 1
+    assert task.result() == "results of 0" and launcher.state == 2
     assert threads != [threading.current_thread()]
 
 
@@ -60,9 +60,11 @@ def test_what_goes_wrong_is_raised_to_whoever_needs_the_state_or_the_results():
     launcher.state = 0
     task = launcher.launch(fails)
     with pytest.raises(ValueError, match="no memory"):
-        launcher.launch(step)
+        launcher.settle()
     with pytest.raises(ValueError, match="no memory"):
         task.result()
+    with pytest.raises(RuntimeError, match="a step before this one was not handed over"):
+        launcher.launch(step).result()
     launcher.state = 7  # as a reset does
     assert launcher.launch(step).result() == "results of 7"
 
