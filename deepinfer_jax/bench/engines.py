@@ -26,17 +26,20 @@ from deepinfer_jax.runtime.engine import LLM, Shapes
 from deepinfer_jax.runtime.model import Model
 from deepinfer_jax.runtime.pages import PAGE
 from deepinfer_jax.runtime.sampling_params import SamplingParams
+from pallas_kernels import Kernels
 
 WARM = 4  # decode steps before the profile
 
 
-def rank_model(cfg: ModelConfig, ranks: int, numerics: Numerics, kernels: Any) -> Model:
+def rank_model(
+    cfg: ModelConfig, ranks: int, numerics: Numerics, kernels: Kernels | None = None
+) -> Model:
     """A drawn model of the default device; no tokenizer, so prompts are token ids."""
     cfg, shared = slices.share(cfg, ranks)
     held = max(cfg.num_experts_per_tok, cfg.n_routed_experts // ranks)
     cfg = dataclasses.replace(cfg, n_routed_experts=held)
     weights = dataclasses.replace(transformer.abstract(cfg), token_map=shared.token_map)
-    setup = Setup(cfg, kernels=kernels, numerics=numerics)
+    setup = Setup(cfg, kernels=kernels or Kernels.auto(), numerics=numerics)
     return Model(setup, drawn.materialise(weights), Path("synthetic weights have no tokenizer"))
 
 

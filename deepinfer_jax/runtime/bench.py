@@ -17,7 +17,7 @@ import dataclasses
 import json
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class Row:
 
 
 def decode(
-    path: str,
+    model: Callable[[Numerics], Any],
     load: Load,
     *,
     batches: Sequence[int],
@@ -92,13 +92,14 @@ def decode(
 ) -> Iterator[Row]:
     """A row for each batch size, then the largest again with `invariant` turned over.
 
-    options: further arguments of `LLM`. breakdown: time the device's steps too.
+    model: what `LLM` is to serve with these numerics. options: further arguments of `LLM`.
+    breakdown: time the device's steps too.
     """
     turned = dataclasses.replace(numerics, invariant=not numerics.invariant)
     served = [(numerics, batch) for batch in sorted(batches)] + [(turned, max(batches))]
     for num, batch in served:
         llm = LLM(
-            path,
+            model(num),
             numerics=num,
             max_slots=batch,
             max_context=load.prompt + load.tokens + 1,

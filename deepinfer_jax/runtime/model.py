@@ -55,6 +55,10 @@ class Model:
         """Where the weights lie, in the mesh's order."""
         return groups.of(self.weights.norm)
 
+    def with_numerics(self, numerics: Numerics) -> "Model":
+        """The same weights, computed with other numerics."""
+        return dataclasses.replace(self, setup=self.setup._replace(numerics=numerics))
+
     def on(self, devices: Sequence[Any]) -> "Model":
         """This model on another group of devices, the weights copied from device to device: a
         checkpoint is read once for all groups. Raises ValueError as `load` does."""

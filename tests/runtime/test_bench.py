@@ -35,7 +35,7 @@ def test_ratios_between_rows(capsys):
 @pytest.mark.slow
 def test_a_run(folder, capsys):
     rows = bench.decode(
-        str(folder),
+        lambda _: str(folder),
         bench.Load(4, 8, 6, 2),
         batches=[2, 1],
         numerics=small_model.numerics(),

@@ -66,6 +66,18 @@ def test_a_rank_through_the_engine(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "engine decode, 2 requests" in shown and "idle between steps" in shown
 
 
+@pytest.mark.slow
+def test_decode_of_a_ranks_share(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps(small_model.CONFIG))
+    words = ["bench", "decode", "--model", str(config), "--ranks", "2", "--batch", "2", "--json"]
+    words += ["--requests", "2", "--prompt", "8", "--tokens", "6", "--runs", "1", "--breakdown"]
+    assert cli.main([*words, "--speculate", "0"]) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["name"] for row in found] == ["plain", "invariant"]
+    assert all(row["generated"] == 12 and row["device"] > 0 for row in found)
+
+
 def test_a_rank_model_keeps_its_rows_here() -> None:
     cfg = dj.ModelConfig.from_hf(small_model.CONFIG)
     model = engines.rank_model(cfg, 2, small_model.numerics(), Kernels.auto())
