@@ -32,6 +32,13 @@ def check(x: Array, w: Array, out_dtype: DTypeLike) -> None:
         raise NotImplementedError(f"weights are {w.dtype}, the kernel takes e4m3, bf16 or f32")
 
 
+def _check(x: Array, w: Array, out_dtype: DTypeLike) -> None:
+    check(x, w, out_dtype)
+    rows, k = x.shape[0], x.shape[-1]
+    if rows == 0 or k % tiles.STEP:
+        raise NotImplementedError(f"{rows} rows, K = {k}: expected rows and a multiple of 128")
+
+
 def _stored(w: Array, scales: Array | None) -> tuple[str, Array, Array]:
     """(kind of weight, its numbers, its scale bytes)."""
     kind = KINDS[w.dtype.name]
@@ -51,7 +58,7 @@ def matmul(
     cut: tuple[int, Plan] | None = None,
 ) -> Float[Array, "rows n"]:
     """See pallas_kernels.row_matmul.matmul; `cut` overrides the parts of K and the tile shape."""
-    check(x, w, out_dtype)
+    _check(x, w, out_dtype)
     return _in_order(_parts(x, w, scales, out_dtype, invariant, cut)).astype(out_dtype)
 
 
@@ -65,7 +72,7 @@ def partial_products(
     cut: tuple[int, Plan] | None = None,
 ) -> Float[Array, "parts rows n"]:
     """See pallas_kernels.row_matmul.partial_products; `cut` as for `matmul`."""
-    check(x, w, out_dtype)
+    _check(x, w, out_dtype)
     return _parts(x, w, scales, out_dtype, invariant, cut)
 
 
@@ -80,7 +87,7 @@ def partial_products_of(
     is cut into as many parts, else one each."""
     rows, k = x.shape
     for w, _ in weights:
-        check(x, w, out_dtype)
+        _check(x, w, out_dtype)
     kinds, stored, flat = zip(*(_stored(w, scales) for w, scales in weights), strict=True)
     widths, kind = [w.shape[0] for w in stored], kinds[0]
     fixed = {plans.parts_of_k(kind, width, k) for width in widths} if invariant else {None}
@@ -89,8 +96,6 @@ def partial_products_of(
             partial_products(x, *weight, out_dtype=out_dtype, invariant=invariant)
             for weight in weights
         ]
-    if rows == 0 or k % tiles.STEP:
-        raise NotImplementedError(f"{rows} rows, K = {k}: expected rows and a multiple of 128")
     splits, shape = plans.best(kind, rows, sum(widths), k, fixed.pop())
     kept = out_dtype if splits == 1 else jnp.float32
     product = Product(kind, rows, k, widths[0], splits=splits, out_dtype=kept)
@@ -122,8 +127,6 @@ def _parts(
     missing = -channels % CHANNELS
     if missing and kind == "fp8":
         raise NotImplementedError(f"{channels} channels are not a multiple of {CHANNELS}")
-    if rows == 0 or k % tiles.STEP:
-        raise NotImplementedError(f"{rows} rows, K = {k}: expected rows and a multiple of 128")
     fixed = plans.parts_of_k(kind, channels, k) if invariant else None
     splits, shape = cut or plans.best(kind, rows, channels, k, fixed)
     out_dtype = out_dtype if splits == 1 else jnp.float32
@@ -146,14 +149,12 @@ def matmul_groups(
 ) -> Float[Array, "rows groups n"]:
     """See pallas_kernels.row_matmul.matmul_groups: every group in one launch, with `invariant` K in
     one part; `cut` as for `matmul`."""
-    check(x, w, out_dtype)
+    _check(x, w, out_dtype)
     rows, groups, k = x.shape
     kind, w, flat = _stored(w, scales)
     channels = w.shape[0] // groups
     if kind == "f32" or channels % 128:
         raise NotImplementedError(f"groups of {channels} {w.dtype} channels, expected 128 a tile")
-    if rows == 0 or k % tiles.STEP:
-        raise NotImplementedError(f"{rows} rows, K = {k}: expected rows and a multiple of 128")
     splits, shape = cut or plans.best(kind, rows, channels, k, 1 if invariant else None, groups)
     kept = out_dtype if splits == 1 else jnp.float32
     product = Product(kind, groups * rows, k, channels, splits=splits, out_dtype=kept)

@@ -1,7 +1,9 @@
 """Engines on devices of choice: everything of theirs is there, two of them work at once."""
 
+import contextlib
 import gc
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -23,6 +25,18 @@ def used() -> dict[int, set[jax.Device]]:
     return {id(array): array.sharding.device_set for array in jax.live_arrays()}
 
 
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Nothing is copied between devices unless asked for, in any thread: an engine has its own."""
+    name = "jax_transfer_guard_device_to_device"
+    before = getattr(jax.config, name)
+    jax.config.update(name, "disallow")
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_two_engines_work_at_once_each_on_its_device(folder, prompts):
@@ -40,7 +54,7 @@ def test_two_engines_work_at_once_each_on_its_device(folder, prompts):
         dj.SamplingParams(temperature=0.0, max_tokens=5, repetition_penalty=1.2),
     ]
     halves = prompts(150, 61), prompts(145, 7, seed=1)
-    with jax.transfer_guard_device_to_device("disallow"):
+    with guarded():
         streams = [llm.stream(half, params) for llm, half in zip(engines, halves, strict=True)]
         last: list[dict[int, Any]] = [{}, {}]
         for grown in itertools.zip_longest(*streams):
